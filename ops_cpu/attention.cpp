@@ -1,0 +1,415 @@
+#include "ops_cpu/attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "ops_cpu/exp2.h"
+
+namespace kvq {
+namespace {
+
+constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
+
+// Additive masks at or below this, such as the smallest float16, mean "not attended".
+constexpr float kMaskedBias = -8192.0f;
+
+// Splits follow from the shapes and lengths alone, so the result does not depend on the threads.
+constexpr int64_t kMinTilesPerSplit = 16;
+constexpr int64_t kWantedUnits = 32;
+
+struct Row {  // one sequence
+  int64_t start, length, tokens, quantized, tiles;
+};
+
+Row read_row(const int32_t* lengths, int64_t b) {
+  const int32_t* l = lengths + b * kLengthColumns;
+  const int64_t tokens = std::max<int64_t>(l[kLength] - l[kStart], 0);
+  return {l[kStart], l[kLength], tokens, l[kQuantized],
+          (l[kQuantized] + kTileTokens - 1) / kTileTokens};
+}
+
+// A block of query rows of one KV head, in the order (query, head of the group), and its partial
+// results: per split and row value_dim sums, then maximum and denominator.
+struct Plan {
+  const AttentionCall& c;
+  int64_t group, rows, blocks, splits, parts;
+  int64_t partial_stride;
+
+  explicit Plan(const AttentionCall& call)
+      : c(call), group(call.heads / call.kv_heads), rows(group * call.queries) {
+    blocks = (rows + kMaxRows - 1) / kMaxRows;
+    int64_t tiles = 0;
+    if (!c.layout.pass_through())
+      for (int64_t b = 0; b < c.batch; ++b) tiles = std::max(tiles, read_row(c.lengths, b).tiles);
+    const int64_t items = std::max<int64_t>(c.batch * c.kv_heads * blocks, 1);
+    const int64_t most = (tiles + kMinTilesPerSplit - 1) / kMinTilesPerSplit;
+    splits = std::min(most, (kWantedUnits + items - 1) / items);
+    parts = splits + 1;  // the last part is the exact tokens
+    partial_stride = c.layout.value_dim + 2;
+  }
+  int64_t items() const { return c.batch * c.kv_heads * blocks; }
+};
+
+// Scratch of one thread; reused over its units and calls.
+struct Scratch {
+  std::vector<float> query, rotated, acc;
+  std::vector<uint8_t> integers;  // of the queries
+  alignas(64) int32_t scores[kMaxRows * kTileTokens];
+  alignas(64) float logits[kMaxRows * kTileTokens];
+  alignas(64) float p[kMaxRows * kTileTokens];
+  alignas(64) uint8_t weights[kMaxRows * kTileTokens * integer_bytes(true)];
+  int32_t sums[kMaxRows], weight_sums[kMaxRows];
+  float units[kMaxRows], factors[kMaxRows];
+  Softmax softmax[kMaxRows];
+
+  void prepare(int key_dim, int value_dim) {
+    const size_t keys = static_cast<size_t>(kMaxRows) * key_dim;
+    if (query.size() < keys) {
+      query.resize(keys);
+      rotated.resize(keys);
+      integers.resize(integer_bytes(true) * keys);
+    }
+    const size_t values = static_cast<size_t>(kMaxRows) * value_dim;
+    if (acc.size() < values) acc.resize(values);
+  }
+};
+
+Scratch& scratch() {
+  static thread_local Scratch instance;
+  return instance;
+}
+
+// One block of query rows against one part of the tokens.
+class Unit {
+ public:
+  Unit(const Kernels& kernels, const Plan& plan, int64_t item)
+      : kernels_(kernels), plan_(plan), c_(plan.c), f_(plan.c.layout), s_(scratch()) {
+    const int64_t block = item % plan.blocks;
+    head_ = item / plan.blocks % c_.kv_heads;
+    batch_ = item / plan.blocks / c_.kv_heads;
+    row_ = read_row(c_.lengths, batch_);
+    first_ = block * kMaxRows;
+    rows_ = static_cast<int>(std::min<int64_t>(kMaxRows, plan.rows - first_));
+    s_.prepare(f_.key_dim, f_.value_dim);
+    std::fill_n(s_.acc.data(), static_cast<int64_t>(rows_) * f_.value_dim, 0.0f);
+    for (int r = 0; r < rows_; ++r) {
+      s_.softmax[r].max = kNegativeInfinity;
+      std::fill_n(s_.softmax[r].lanes, 16, 0.0f);
+    }
+    load_query();
+  }
+
+  void run(int64_t split, float* partial) {
+    if (split < plan_.splits) {
+      attend_tiles(row_.tiles * split / plan_.splits, row_.tiles * (split + 1) / plan_.splits);
+    } else {
+      attend_exact();
+    }
+    for (int r = 0; r < rows_; ++r) {
+      float* out = partial + r * plan_.partial_stride;
+      std::memcpy(out, s_.acc.data() + r * f_.value_dim, sizeof(float) * f_.value_dim);
+      float* lane = s_.softmax[r].lanes;
+      for (int half = 8; half >= 1; half /= 2)
+        for (int j = 0; j < half; ++j) lane[j] = lane[j] + lane[j + half];
+      out[f_.value_dim] = s_.softmax[r].max;
+      out[f_.value_dim + 1] = lane[0];
+    }
+  }
+
+ private:
+  int64_t query_of(int r) const { return (first_ + r) / plan_.group; }
+  int64_t head_of(int r) const { return head_ * plan_.group + (first_ + r) % plan_.group; }
+  int64_t position_of(int r) const { return row_.length - c_.queries + query_of(r); }
+  // Positions [begin, end) that the causal mask and the window leave to a row.
+  int64_t end_of(int r) const { return c_.is_causal ? position_of(r) + 1 : row_.length; }
+  int64_t begin_of(int r) const {
+    return c_.sliding_window > 0 ? position_of(r) - c_.sliding_window + 1 : 0;
+  }
+
+  void load_query() {
+    const auto* base = static_cast<const uint8_t*>(c_.query);
+    const float scale = c_.scale * kLog2E;
+    for (int r = 0; r < rows_; ++r) {
+      const int64_t at = batch_ * c_.query_stride[0] + head_of(r) * c_.query_stride[1] +
+                         query_of(r) * c_.query_stride[2];
+      float* q = s_.query.data() + r * f_.key_dim;
+      kernels_.transform->load(base + at * size_of(c_.query_type), c_.query_type, q, f_.key_dim);
+      for (int d = 0; d < f_.key_dim; ++d) q[d] = q[d] * scale;
+    }
+  }
+
+  void rotate_query() {
+    const float* balance = c_.balance + (batch_ * c_.kv_heads + head_) * f_.key_dim;
+    const float* signs = key_signs();
+    for (int r = 0; r < rows_; ++r) {
+      const float* q = s_.query.data() + r * f_.key_dim;
+      float* x = s_.rotated.data() + r * f_.key_dim;
+      for (int d = 0; d < f_.key_dim; ++d) x[d] = q[d] / balance[d] * signs[d];
+      kernels_.transform->fwht(x, rotation(f_.key_dim));
+      kernels_.attention->quantize_query(
+          x, f_.key_dim, c_.exact, s_.integers.data() + r * f_.key_dim * integer_bytes(c_.exact),
+          &s_.sums[r], &s_.units[r]);
+    }
+  }
+
+  void attend_tiles(int64_t begin, int64_t end) {
+    if (begin >= end) return;
+    rotate_query();
+    for (int64_t tile = begin; tile < end; ++tile) {
+      const int64_t token = c_.sink_tokens + tile * kTileTokens;
+      const int64_t left = c_.sink_tokens + row_.quantized - token;
+      const int count = static_cast<int>(std::min<int64_t>(kTileTokens, left));
+      if (!visible(row_.start + token, count)) continue;
+      attend_tile(record_of(tile), record_of(std::min(tile + 1, end - 1)), row_.start + token,
+                  count);
+    }
+  }
+
+  const uint8_t* record_of(int64_t tile) const {
+    const int64_t page = c_.block_table[batch_ * c_.max_pages + tile];
+    return c_.tiles + page * c_.tiles_stride[0] + head_ * c_.tiles_stride[1];
+  }
+
+  // The kernels prefetch the codes of the next tile; the scales and the mean are left.
+  void prefetch_metadata(const uint8_t* next) const {
+    for (int64_t i = 0; i < 2 * kTileTokens; i += 64) {
+      __builtin_prefetch(next + f_.key_scale + i);
+      __builtin_prefetch(next + f_.value_scale + i);
+    }
+    for (int64_t i = f_.mean; i < f_.record_bytes; i += 64) __builtin_prefetch(next + i);
+  }
+
+  void attend_tile(const uint8_t* record, const uint8_t* next, int64_t position, int count) {
+    const AttentionKernels& k = *kernels_.attention;
+    const auto* key_scales = reinterpret_cast<const uint16_t*>(record + f_.key_scale);
+    const auto* value_scales = reinterpret_cast<const uint16_t*>(record + f_.value_scale);
+    const auto* mean = reinterpret_cast<const int8_t*>(record + f_.mean);
+    uint16_t mean_half;
+    std::memcpy(&mean_half, record + f_.mean_scale, 2);
+    const float mean_scale = half_to_float(mean_half);
+
+    prefetch_metadata(next);
+    k.score_tile(record + f_.key_code, next + f_.key_code, f_.key_dim, f_.key_bits,
+                 s_.integers.data(), c_.exact, s_.sums, rows_, s_.scores);
+    const int weight_bytes = kTileTokens * integer_bytes(c_.exact);
+    for (int r = 0; r < rows_; ++r) {
+      float* logits = s_.logits + r * kTileTokens;
+      const float* q = s_.query.data() + r * f_.key_dim;
+      k.scale_scores(s_.scores + r * kTileTokens, key_scales, s_.units[r],
+                     k.score_mean(q, mean, mean_scale, f_.key_dim), logits);
+      mask_row(r, position, count, logits);
+      uint8_t* weights = s_.weights + r * weight_bytes;
+      float* p = s_.p + r * kTileTokens;
+      if (k.softmax(logits, &s_.softmax[r], s_.acc.data() + r * f_.value_dim, f_.value_dim, p)) {
+        s_.factors[r] =
+            k.quantize_weights(p, value_scales, c_.exact, weights, &s_.weight_sums[r]);
+      } else {
+        std::memset(weights, 0, weight_bytes);
+        s_.weight_sums[r] = 0;
+        s_.factors[r] = 0.0f;
+      }
+    }
+    k.accumulate_tile(record + f_.value_code, next + f_.value_code, f_.value_dim, f_.value_bits,
+                      s_.weights, c_.exact, s_.weight_sums, s_.factors, rows_, s_.acc.data());
+  }
+
+  void attend_exact() {
+    const auto* key = static_cast<const uint8_t*>(c_.exact_key);
+    const auto* value = static_cast<const uint8_t*>(c_.exact_value);
+    const int64_t item = size_of(c_.type);
+    key += (batch_ * c_.exact_key_stride[0] + head_ * c_.exact_key_stride[1]) * item;
+    value += (batch_ * c_.exact_value_stride[0] + head_ * c_.exact_value_stride[1]) * item;
+    const int64_t key_step = c_.exact_key_stride[2], value_step = c_.exact_value_stride[2];
+
+    const int64_t sinks = row_.quantized ? c_.sink_tokens : row_.tokens;
+    attend_rows(key, key_step, value, value_step, 0, sinks);
+    if (row_.quantized == 0) return;
+    if (f_.pass_through()) {
+      for (int64_t tile = 0; tile < row_.tiles; ++tile) {
+        const uint8_t* record = record_of(tile);
+        attend_rows(record + f_.key_code, f_.key_dim, record + f_.value_code, f_.value_dim,
+                    c_.sink_tokens + tile * kTileTokens,
+                    std::min<int64_t>(kTileTokens, row_.quantized - tile * kTileTokens));
+      }
+    }
+    attend_rows(key + sinks * key_step * item, key_step, value + sinks * value_step * item,
+                value_step, c_.sink_tokens + row_.quantized,
+                row_.tokens - c_.sink_tokens - row_.quantized);
+  }
+
+  // `count` exact tokens that lie one after the other, the first of them token `token` of the row.
+  void attend_rows(const uint8_t* key, int64_t key_step, const uint8_t* value, int64_t value_step,
+                   int64_t token, int64_t count) {
+    const int64_t item = size_of(c_.type);
+    for (int64_t done = 0; done < count; done += kTileTokens) {
+      const int n = static_cast<int>(std::min<int64_t>(kTileTokens, count - done));
+      const int64_t position = row_.start + token + done;
+      if (!visible(position, n)) continue;
+      attend_chunk(key + done * key_step * item, key_step, value + done * value_step * item,
+                   value_step, position, n);
+    }
+  }
+
+  void attend_chunk(const uint8_t* key, int64_t key_step, const uint8_t* value, int64_t value_step,
+                    int64_t position, int count) {
+    const AttentionKernels& k = *kernels_.attention;
+    k.score_exact(key, c_.type, key_step, count, f_.key_dim, s_.query.data(), rows_, s_.logits);
+    bool zeros = false;
+    for (int r = 0; r < rows_; ++r) {
+      float* logits = s_.logits + r * kTileTokens;
+      float* p = s_.p + r * kTileTokens;
+      mask_row(r, position, count, logits);
+      if (!k.softmax(logits, &s_.softmax[r], s_.acc.data() + r * f_.value_dim, f_.value_dim, p))
+        std::fill_n(p, kTileTokens, 0.0f);
+      for (int t = 0; t < count; ++t) zeros |= p[t] == 0.0f;
+    }
+    k.accumulate_exact(value, c_.type, value_step, count, f_.value_dim, s_.p, rows_, zeros,
+                       s_.acc.data());
+  }
+
+  bool visible(int64_t position, int count) const {
+    return position < end_of(rows_ - 1) && position + count > begin_of(0);
+  }
+
+  // Softcap, masks and the end of the tile; masked logits become -inf whatever they held.
+  void mask_row(int r, int64_t position, int count, float* logits) const {
+    if (c_.softcap > 0.0f) {
+      const float cap = c_.softcap * kLog2E;
+      for (int t = 0; t < count; ++t) logits[t] = cap * std::tanh(logits[t] / cap);
+    }
+    if (c_.mask_type != MaskType::kNone) add_mask(r, position, count, logits);
+    const int64_t begin = begin_of(r) - position, end = end_of(r) - position;
+    for (int64_t t = 0; t < std::min<int64_t>(begin, count); ++t) logits[t] = kNegativeInfinity;
+    for (int64_t t = std::max<int64_t>(std::min<int64_t>(end, count), 0); t < kTileTokens; ++t)
+      logits[t] = kNegativeInfinity;
+  }
+
+  void add_mask(int r, int64_t position, int count, float* logits) const {
+    const int64_t at = batch_ * c_.mask_stride[0] + head_of(r) * c_.mask_stride[1] +
+                       query_of(r) * c_.mask_stride[2] + position;
+    if (c_.mask_type == MaskType::kBool) {
+      const auto* mask = static_cast<const uint8_t*>(c_.mask) + at;
+      for (int t = 0; t < count; ++t)
+        if (!mask[t]) logits[t] = kNegativeInfinity;
+      return;
+    }
+    const Float type = c_.mask_type == MaskType::kFloat32   ? Float::kFloat32
+                       : c_.mask_type == MaskType::kFloat16 ? Float::kFloat16
+                                                            : Float::kBFloat16;
+    alignas(64) float bias[kTileTokens];
+    const auto* mask = static_cast<const uint8_t*>(c_.mask) + at * size_of(type);
+    kernels_.transform->load(mask, type, bias, count);
+    for (int t = 0; t < count; ++t)
+      logits[t] = bias[t] > kMaskedBias ? logits[t] + bias[t] * kLog2E : kNegativeInfinity;
+  }
+
+  const Kernels& kernels_;
+  const Plan& plan_;
+  const AttentionCall& c_;
+  const Layout& f_;
+  Scratch& s_;
+  Row row_;
+  int64_t batch_, head_, first_;
+  int rows_;
+};
+
+float sink_logit(const AttentionCall& c, const Kernels& kernels, int64_t head) {
+  float x;
+  const auto* p = static_cast<const uint8_t*>(c.sinks) + head * size_of(c.sinks_type);
+  kernels.transform->load(p, c.sinks_type, &x, 1);
+  return x * kLog2E;
+}
+
+// The partial results of one query row become its output and log-sum-exp.
+void merge_row(const Kernels& kernels, const Plan& plan, const float* partial, int64_t part_stride,
+               int64_t batch, int64_t head, int64_t query) {
+  const AttentionCall& c = plan.c;
+  const int dim = c.layout.value_dim;
+  float max = c.sinks ? sink_logit(c, kernels, head) : kNegativeInfinity;
+  const float sink = max;
+  for (int64_t s = 0; s < plan.parts; ++s) max = std::max(max, partial[s * part_stride + dim]);
+
+  float tiles[kMaxHeadDim] = {}, out[kMaxHeadDim];
+  float sum = c.sinks ? exp2_nonpositive(sink - max) : 0.0f;
+  const int64_t index = (batch * c.heads + head) * c.queries + query;
+  if (max == kNegativeInfinity) {
+    std::fill_n(out, dim, 0.0f);
+    c.lse[index] = kNegativeInfinity;
+  } else {
+    for (int64_t s = 0; s < plan.splits; ++s) {
+      const float* part = partial + s * part_stride;
+      const float weight = exp2_nonpositive(part[dim] - max);
+      if (weight == 0.0f) continue;
+      sum = sum + weight * part[dim + 1];
+      for (int d = 0; d < dim; ++d) tiles[d] = tiles[d] + weight * part[d];
+    }
+    if (plan.splits > 0) kernels.transform->fwht_inverse(tiles, rotation(dim));
+    const float* exact = partial + plan.splits * part_stride;
+    const float weight = exp2_nonpositive(exact[dim] - max);
+    sum = sum + weight * exact[dim + 1];
+    const float* signs = value_signs();
+    const float inverse = 1.0f / sum;
+    for (int d = 0; d < dim; ++d)
+      out[d] = (tiles[d] * signs[d] + (weight > 0.0f ? weight * exact[d] : 0.0f)) * inverse;
+    c.lse[index] = (max + std::log2(sum)) * kLn2;
+  }
+  auto* to = static_cast<uint8_t*>(c.out) + index * dim * size_of(c.query_type);
+  kernels.transform->store(out, to, c.query_type, dim);
+}
+
+}  // namespace
+
+void check_lengths(const int32_t* lengths, const int32_t* block_table, int64_t batch,
+                   int64_t max_pages, int64_t pages, int64_t capacity, int64_t sink_tokens) {
+  for (int64_t b = 0; b < batch; ++b) {
+    const Row r = read_row(lengths, b);
+    if (r.start < 0 || r.length < 0 || r.quantized < 0 ||
+        r.quantized > std::max<int64_t>(r.tokens - sink_tokens, 0) ||
+        r.tokens - r.quantized > capacity || r.tiles > max_pages)
+      throw std::out_of_range(
+          "lengths[" + std::to_string(b) + "] = (start " + std::to_string(r.start) + ", length " +
+          std::to_string(r.length) + ", quantized " + std::to_string(r.quantized) +
+          ") does not fit " + std::to_string(max_pages) + " pages, " + std::to_string(capacity) +
+          " exact tokens and sink_tokens=" + std::to_string(sink_tokens));
+    for (int64_t n = 0; n < r.tiles; ++n) {
+      const int64_t page = block_table[b * max_pages + n];
+      if (page < 0 || page >= pages)
+        throw std::out_of_range("block_table[" + std::to_string(b) + ", " + std::to_string(n) +
+                                "] must be in [0, " + std::to_string(pages) + "), got " +
+                                std::to_string(page));
+    }
+  }
+}
+
+void attention(const Kernels& kernels, const AttentionCall& call,
+               const ParallelFor& parallel_for) {
+  const Plan plan(call);
+  const int64_t block_floats = kMaxRows * plan.partial_stride;
+  const std::unique_ptr<float[]> partial(new float[plan.items() * plan.parts * block_floats]);
+  parallel_for(plan.items() * plan.parts, [&](int64_t begin, int64_t end) {
+    for (int64_t u = begin; u < end; ++u)
+      Unit(kernels, plan, u / plan.parts)
+          .run(u % plan.parts, partial.get() + u * block_floats);
+  });
+  parallel_for(plan.items(), [&](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t block = item % plan.blocks, head = item / plan.blocks % call.kv_heads;
+      const int64_t batch = item / plan.blocks / call.kv_heads;
+      const int64_t last = std::min<int64_t>(kMaxRows, plan.rows - block * kMaxRows);
+      for (int64_t r = 0; r < last; ++r) {
+        const int64_t row = block * kMaxRows + r;
+        merge_row(kernels, plan,
+                  partial.get() + item * plan.parts * block_floats + r * plan.partial_stride,
+                  block_floats, batch, head * plan.group + row % plan.group, row / plan.group);
+      }
+    }
+  });
+}
+
+}  // namespace kvq

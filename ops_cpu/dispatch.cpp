@@ -1,0 +1,62 @@
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "ops_cpu/kernels.h"
+
+namespace kvq {
+namespace {
+
+struct Tiers {
+  const Kernels scalar{"scalar", &scalar::transform, &scalar::encode, &scalar::attention};
+#if defined(__x86_64__)
+  const Kernels avx2{"avx2", &avx2::transform, &avx2::encode, &avx2::attention};
+#endif
+  const Kernels* list[8] = {};
+
+  Tiers() {
+    int n = 0;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) list[n++] = &avx2;
+#endif
+    list[n++] = &scalar;
+  }
+};
+
+const Tiers& tiers() {
+  static const Tiers instance;
+  return instance;
+}
+
+const Kernels* find(const char* name) {
+  std::string known;
+  for (auto p = tiers().list; *p; ++p) {
+    if (!std::strcmp((*p)->name, name)) return *p;
+    known += std::string(known.empty() ? "" : ", ") + (*p)->name;
+  }
+  throw std::invalid_argument("TORCH_KVQ_CPU_CAPABILITY must be one of " + known + ", got '" +
+                              name + "'");
+}
+
+std::atomic<const Kernels*> chosen{nullptr};
+
+}  // namespace
+
+const Kernels* const* available() { return tiers().list; }
+
+const Kernels& active() {
+  const Kernels* kernels = chosen.load(std::memory_order_relaxed);
+  if (!kernels) {
+    const char* forced = std::getenv("TORCH_KVQ_CPU_CAPABILITY");
+    kernels = forced && *forced ? find(forced) : *tiers().list;
+    chosen.store(kernels, std::memory_order_relaxed);
+  }
+  return *kernels;
+}
+
+void force(const char* name) { chosen.store(find(name), std::memory_order_relaxed); }
+
+}  // namespace kvq

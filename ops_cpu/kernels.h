@@ -1,0 +1,103 @@
+// The function table that every instruction set fills. Kernels take raw pointers, allocate nothing
+// and know neither torch nor the cache; a vector's floats are summed in the order of docs/formats.md,
+// so that the tiers agree bit for bit.
+#pragma once
+#include <cstdint>
+
+#include "ops_cpu/format.h"
+
+namespace kvq {
+
+enum class Float : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
+constexpr int64_t size_of(Float type) { return type == Float::kFloat32 ? 4 : 2; }
+
+// Rows of queries attended together; the packed line is decoded once for up to four of them.
+constexpr int kMaxRows = 16;
+
+// Integer queries and weights: 14 bits in exact mode, held as int16, or 7 bits, held as bytes.
+// Exact sums are the same integers on every tier; 14 bits also split into two 7-bit planes.
+constexpr int kQueryLimitExact = 8127;  // 63 * 128 + 63
+constexpr int kQueryLimitFast = 63;
+constexpr int kWeightLimitExact = 16383;
+constexpr int kWeightLimitFast = 127;
+constexpr int integer_bytes(bool exact) { return exact ? 2 : 1; }
+
+// Queries and weights whose largest element is below this are zero: its inverse would overflow.
+constexpr float kSmallestMagnitude = 1e-30f;
+
+struct TransformKernels {
+  void (*load)(const void* in, Float type, float* out, int64_t count);
+  void (*store)(const float* in, void* out, Float type, int64_t count);
+  void (*fwht)(float* x, const Rotation& rotation);          // x <- H x
+  void (*fwht_inverse)(float* x, const Rotation& rotation);  // x <- H' x
+};
+
+struct EncodeKernels {
+  // Codes (a byte each) and float16 scale of one rotated vector.
+  void (*encode)(const float* z, int dim, int bits, uint8_t* codes, uint16_t* scale);
+};
+
+// The running softmax of one query row; scores are in units of log 2.
+struct Softmax {
+  float max;
+  float lanes[16];  // the sum of the weights, by token modulo 16
+};
+
+struct AttentionKernels {
+  // Integers of a query row, integer_bytes(exact) * dim bytes in the tier's own order within each
+  // four channels, with their sum and their unit.
+  void (*quantize_query)(const float* x, int dim, bool exact, void* out, int32_t* sum, float* unit);
+  // scores[rows, 64] = sum over channels of level * query. `next` is prefetched meanwhile: records of
+  // one head lie a page apart, out of reach of the hardware's prefetchers.
+  void (*score_tile)(const uint8_t* codes, const uint8_t* next, int dim, int bits,
+                     const void* query, bool exact, const int32_t* sums, int rows,
+                     int32_t* scores);
+  // out[64] = scores * (key_scale * unit) + mean_score.
+  void (*scale_scores)(const int32_t* scores, const uint16_t* key_scales, float unit,
+                       float mean_score, float* out);
+  // <query, mean> * mean_scale.
+  float (*score_mean)(const float* query, const int8_t* mean, float mean_scale, int dim);
+  // p[64] = 2^(scores - max), after moving the maximum, the sum and acc[dim] to the new maximum.
+  // False when all scores are -inf; nothing is written then.
+  bool (*softmax)(const float* scores, Softmax* state, float* acc, int dim, float* p);
+  // Integers of p * value_scale, ordered within each four tokens like a query, and their sum;
+  // returns their unit, 0 when all are zero.
+  float (*quantize_weights)(const float* p, const uint16_t* value_scales, bool exact, void* out,
+                            int32_t* sum);
+  // acc[rows, dim] += unit * sum over tokens of level * weight, prefetching `next`.
+  void (*accumulate_tile)(const uint8_t* codes, const uint8_t* next, int dim, int bits,
+                          const void* weights, bool exact, const int32_t* sums,
+                          const float* units, int rows, float* acc);
+  // scores[rows, 64] of up to 64 exact keys, `stride` elements apart.
+  void (*score_exact)(const void* keys, Float type, int64_t stride, int tokens, int dim,
+                      const float* query, int rows, float* scores);
+  // acc[rows, dim] += p[rows, 64] * values; with `skip_zero` a value of weight 0 is not read.
+  void (*accumulate_exact)(const void* values, Float type, int64_t stride, int tokens, int dim,
+                           const float* p, int rows, bool skip_zero, float* acc);
+};
+
+struct Kernels {
+  const char* name;
+  const TransformKernels* transform;
+  const EncodeKernels* encode;
+  const AttentionKernels* attention;
+};
+
+namespace scalar {
+extern const TransformKernels transform;
+extern const EncodeKernels encode;
+extern const AttentionKernels attention;
+}  // namespace scalar
+namespace avx2 {
+extern const TransformKernels transform;
+extern const EncodeKernels encode;
+extern const AttentionKernels attention;
+}  // namespace avx2
+
+// Tables of this machine, fastest first, ended by null.
+const Kernels* const* available();
+// The forced table, or the fastest; throws std::invalid_argument for an unknown forced name.
+const Kernels& active();
+void force(const char* name);
+
+}  // namespace kvq

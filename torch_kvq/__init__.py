@@ -1,0 +1,48 @@
+"""Packed key/value caches for PyTorch and Transformers, attended while they stay packed."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from torch_kvq._extension import cpu_capabilities, cpu_capability
+from torch_kvq._ops import (
+    dequantize_tile,
+    fwht,
+    key_balance,
+    lut_attention,
+    quantize_tile,
+    quantize_tile_,
+)
+from torch_kvq.cache import KVQLayer, MemoryReport
+
+if TYPE_CHECKING:
+    from torch_kvq.integrations.transformers import KVQCache
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "KVQCache",
+    "KVQLayer",
+    "MemoryReport",
+    "cpu_capabilities",
+    "cpu_capability",
+    "dequantize_tile",
+    "fwht",
+    "key_balance",
+    "lut_attention",
+    "quantize_tile",
+    "quantize_tile_",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `KVQCache` when it is asked for: it brings in Transformers, where installed."""
+    if name != "KVQCache":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if importlib.util.find_spec("transformers") is None:
+        from torch_kvq.cache.cache import KVQCache
+    else:
+        from torch_kvq.integrations.transformers import KVQCache
+    globals()[name] = KVQCache
+    return KVQCache

@@ -1,0 +1,300 @@
+"""A packed key/value cache for one attention layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_kvq import _checks
+from torch_kvq.cache import exact
+from torch_kvq.cache.handle import KVQHandle
+from torch_kvq.cache.options import LayerOptions
+from torch_kvq.cache.padding import left_padding
+from torch_kvq.cache.protocol import CacheLayer
+
+_attention = torch.ops.kvq.lut_attention.default
+
+
+class KVQLayer(CacheLayer):
+    """Keys and values of one attention layer, packed and attended while they stay packed.
+
+    It needs nothing but PyTorch: call `update` with the new keys and values, then `attend`. It is
+    also a layer of a Transformers ``Cache``, see `torch_kvq.KVQCache`.
+
+    The first tokens of a row and the most recent ones stay exact, and nothing is packed up to
+    ``quantized_start`` tokens. Attention of the first call, the prompt's, is exact. Its mask shows
+    the left padding, which is not stored; for a row that is masked throughout, the next call's
+    mask does.
+
+    Args:
+        bits: 2, 3, 4, 16 (pass-through) or a text like ``"4/3"``, keys first.
+        key_bits: bits of the keys, overrides ``bits``.
+        value_bits: bits of the values, overrides ``bits``; at most ``key_bits``.
+        sink_tokens: first tokens of a row that stay exact.
+        residual_length: recent tokens that stay exact; up to 63 more do.
+        quantized_start: tokens up to which nothing is packed.
+        max_cache_len: positions to allocate at once, for graphs that are compiled; the layer grows
+            when not given.
+        strict: raise a RuntimeError where keys or values would have to be decoded for code that
+            does not attend to them packed.
+
+    Attributes:
+        materialized: how often keys and values were decoded for such code.
+
+    Raises:
+        ValueError: an option outside the above.
+        TypeError: an option of another type.
+
+    Example:
+        >>> layer = KVQLayer(bits=4)
+        >>> key, value = torch.randn(2, 1, 8, 300, 64)
+        >>> query = torch.randn(1, 32, 300, 64)
+        >>> _ = layer.update(key, value)
+        >>> layer.attend(query, is_causal=True).shape
+        torch.Size([1, 32, 300, 64])
+        >>> _ = layer.update(key[:, :, :1], value[:, :, :1])
+        >>> layer.attend(query[:, :, :1]).shape
+        torch.Size([1, 32, 1, 64])
+        >>> layer
+        KVQLayer(bits=4, tokens=301, bytes=650264)
+    """
+
+    def __init__(
+        self,
+        bits: int | str = 4,
+        *,
+        key_bits: int | None = None,
+        value_bits: int | None = None,
+        sink_tokens: int = 4,
+        residual_length: int = 64,
+        quantized_start: int = 256,
+        max_cache_len: int | None = None,
+        strict: bool = False,
+    ) -> None:
+        self._setup(
+            LayerOptions.parse(
+                bits,
+                key_bits=key_bits,
+                value_bits=value_bits,
+                sink_tokens=sink_tokens,
+                residual_length=residual_length,
+                quantized_start=quantized_start,
+                max_cache_len=max_cache_len,
+                strict=strict,
+            )
+        )
+
+    @classmethod
+    def from_options(cls, options: LayerOptions) -> KVQLayer:
+        """A layer with options that were parsed before."""
+        layer = cls.__new__(cls)
+        layer._setup(options)
+        return layer
+
+    def _setup(self, options: LayerOptions) -> None:
+        super().__init__(options)
+        self.materialized = 0
+        self._format = {
+            "key_bits": options.key_bits,
+            "value_bits": options.value_bits,
+            "sink_tokens": options.sink_tokens,
+        }
+
+    def update(
+        self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[KVQHandle, KVQHandle]:
+        """Append new keys and values.
+
+        Args:
+            key: ``[batch, kv_heads, tokens, key_dim]``, float32, float16 or bfloat16.
+            value: ``[batch, kv_heads, tokens, value_dim]`` in the same dtype.
+            *args: ignored: Transformers hands over more.
+            **kwargs: ignored.
+
+        Returns:
+            Handles of all keys and all values, for attention functions.
+
+        Raises:
+            ValueError: shapes outside the above, or others than the layer holds.
+            TypeError: another dtype.
+            IndexError: more tokens than ``max_cache_len``.
+        """
+        state = self.state
+        if state is None or not state.placed:
+            return self._update_first(key, value)
+        try:
+            if key.requires_grad or value.requires_grad:
+                key, value = key.detach(), value.detach()
+            state.append(key, value)
+        except (AttributeError, RuntimeError, TypeError, ValueError):
+            self._check_new(key, value)
+            raise
+        length = state.visible_length
+        decoded: list[Tensor] = []
+        return (
+            KVQHandle(self, key, True, length, decoded),
+            KVQHandle(self, value, False, length, decoded),
+        )
+
+    def _update_first(self, key: Tensor, value: Tensor) -> tuple[KVQHandle, KVQHandle]:
+        """Update while a row is still without its first token: attention shows where it is."""
+        self._check_new(key, value)
+        self.flush()
+        if self.state is None:
+            self.lazy_initialization(key, value)
+        assert self.state is not None
+        if self.state.placed:
+            return self.update(key, value)
+        self.state.check_room(key.shape[2])
+        self._pending = (key.detach(), value.detach())
+        keys, values = self.keys, self.values
+        assert keys is not None and values is not None
+        values.decoded = keys.decoded
+        return keys, values
+
+    def flush_masked(self, attn_mask: Tensor | None, queries: int) -> None:
+        """Store what was kept back, without the left padding that a mask shows.
+
+        Args:
+            attn_mask: bool or additive ``[batch or 1, heads or 1, queries or 1, positions]``.
+            queries: queries of the attention call.
+        """
+        if self._pending is None or self.state is None:
+            return
+        before = 0 if self.state.is_empty else self.state.positions
+        self.flush(left_padding(attn_mask, queries, before, self._kept_back))
+
+    def attend(
+        self,
+        query: Tensor,
+        attn_mask: Tensor | None = None,
+        scale: float | None = None,
+        is_causal: bool = False,
+        *,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        precision: str = "exact",
+    ) -> Tensor:
+        """Attention over all tokens of the layer.
+
+        Query i of T belongs to position ``length - T + i``. After the first `update` this is exact
+        attention over its keys and values, which are packed afterwards.
+
+        Args:
+            query: ``[batch, heads, T, key_dim]``, heads a multiple of the KV heads.
+            attn_mask: bool (True = attend) or additive, broadcastable to
+                ``[batch, heads, T, positions]``; columns are positions, padding included.
+            scale: factor of the scores, ``key_dim ** -0.5`` when not given.
+            is_causal: mask keys behind the query's position.
+            sliding_window: attend only to the last so many positions, the query's own included.
+            softcap: scores become ``softcap * tanh(score / softcap)`` before the mask.
+            sinks: ``[heads]``, a logit per head that joins the softmax without a value.
+            precision: ``"exact"`` or ``"fast"``, see `torch_kvq.lut_attention`.
+
+        Returns:
+            ``[batch, heads, T, value_dim]`` in the query's dtype.
+
+        Raises:
+            ValueError: no tokens, or arguments that do not fit the layer.
+        """
+        if attn_mask is not None and attn_mask.dim() < 4:
+            attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
+        options = {
+            "scale": scale,
+            "is_causal": is_causal,
+            "sliding_window": sliding_window,
+            "softcap": softcap,
+            "sinks": sinks,
+            "precision": precision,
+        }
+        if self._pending is not None:
+            out = self._attend_pending(query, attn_mask, options)
+            if out is not None:
+                return out
+        if self.state is None:
+            raise ValueError("attend() needs tokens, call update() before")
+        out, _ = _attention(query, *self.state.tensors, attn_mask, **self._format, **options)
+        return out
+
+    def _attend_pending(
+        self, query: Tensor, attn_mask: Tensor | None, options: dict[str, Any]
+    ) -> Tensor | None:
+        """Attend to the first tokens, or store new ones and leave attention to the caller."""
+        assert self._pending is not None and self.state is not None
+        key, value = self._pending
+        out = None
+        if self.state.is_empty:
+            out = exact.attend_exact(query, key, value, attn_mask, **options)
+        else:
+            _checks.check_query(query, key, attn_mask, None, None, None, "exact")
+        self.flush_masked(attn_mask, query.shape[2])
+        return out
+
+    def materialize(self, length: int) -> tuple[Tensor, Tensor]:
+        """Decode the first ``length`` positions, zero where there is no token.
+
+        Returns:
+            ``[batch, kv_heads, length, key_dim]`` and ``[batch, kv_heads, length, value_dim]``.
+
+        Raises:
+            RuntimeError: the layer is strict.
+        """
+        if self.options.strict:
+            raise RuntimeError(
+                "strict=True: decoded keys and values were asked for, by an attention that does "
+                "not read them packed or for a result that packed attention does not give "
+                "(attention weights, dropout, a position bias)"
+            )
+        self.flush()
+        if self.state is None:
+            raise ValueError("materialize() needs tokens, call update() before")
+        self.materialized += 1
+        return exact.decode(self.state, length)
+
+    @property
+    def keys(self) -> KVQHandle | None:
+        """A handle of all keys."""
+        return self._handle(True)
+
+    @property
+    def values(self) -> KVQHandle | None:
+        """A handle of all values."""
+        return self._handle(False)
+
+    def _handle(self, is_key: bool) -> KVQHandle | None:
+        if self.state is None:
+            return None
+        pair, is_first = (self.state.exact_key, self.state.exact_value), False
+        if self._pending is not None:
+            pair, is_first = self._pending, self.state.is_empty
+        new = pair[0 if is_key else 1]
+        return KVQHandle(self, new, is_key, self.visible_length, [], is_first)
+
+    def _check_new(self, key: Tensor, value: Tensor) -> None:
+        """Raise for keys and values that cannot be stored, or not beside those in the layer."""
+        for name, tensor in (("key", key), ("value", value)):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if self.state is not None and key.dim() == value.dim() == 4:
+            held, new = _kind(self.state.exact_key, self.state.exact_value), _kind(key, value)
+            if held != new:
+                raise ValueError(
+                    f"the layer holds {held}, got {new}: a cache belongs to one model and one "
+                    "batch, call reset() before it is used for another"
+                )
+        _checks.check_new_tokens(key, value)
+        _checks.check_same_device(key=key, value=value)
+        if not (key.shape[0] and key.shape[1]):
+            raise ValueError(f"key must not be empty, got shape {tuple(key.shape)}")
+
+
+def _kind(key: Tensor, value: Tensor) -> str:
+    """What must not change from one update to the next, in words."""
+    batch, kv_heads, _, key_dim = key.shape
+    return (
+        f"batch {batch}, {kv_heads} kv heads of {key_dim} and {value.shape[3]} channels, "
+        f"{key.dtype} on {key.device}"
+    )

@@ -1,0 +1,82 @@
+"""What a cache really allocates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from torch_kvq.cache.state import LayerState
+
+
+def tensor_bytes(tensor: Tensor) -> int:
+    """Bytes of the elements of a tensor."""
+    return tensor.numel() * tensor.element_size()
+
+
+def state_bytes(state: LayerState) -> dict[str, int]:
+    """Bytes of the tensors of a layer, by what they are for."""
+    tiles, block_table, balance, exact_key, exact_value, lengths = map(tensor_bytes, state.tensors)
+    return {
+        "tiles": tiles,
+        "exact": exact_key + exact_value,
+        "balance": balance,
+        "block table": block_table,
+        "lengths": lengths,
+    }
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes of a cache.
+
+    Attributes:
+        total_bytes: bytes of all tensors that are allocated, used or not.
+        fp16_bytes: bytes that the tokens held would take uncompressed, two for each element.
+        parts: ``total_bytes`` by what they are for: tiles, exact tokens, balance, block table,
+            lengths, tokens that wait for their attention, layers of Transformers.
+        tokens: tokens of the longest layer, all rows, without left padding.
+        layers: layers that hold something.
+
+    Example:
+        >>> print(MemoryReport(1 << 20, 4 << 20, {"tiles": 1 << 20}, tokens=8192, layers=1))
+        1.00 MiB for 8192 tokens in 1 layer; fp16 would take 4.00 MiB, 4.00 times as much
+          tiles 1.00 MiB
+    """
+
+    total_bytes: int
+    fp16_bytes: int
+    parts: dict[str, int] = field(default_factory=dict)
+    tokens: int = 0
+    layers: int = 0
+
+    @property
+    def ratio(self) -> float:
+        """``fp16_bytes / total_bytes``, 0 for an empty cache."""
+        return self.fp16_bytes / self.total_bytes if self.total_bytes else 0.0
+
+    @classmethod
+    def collect(cls, parts: Iterable[dict[str, int]], fp16_bytes: int, tokens: int) -> MemoryReport:
+        """Report on layers from the parts of each."""
+        layers = [layer for layer in parts if layer]
+        total: dict[str, int] = {}
+        for layer in layers:
+            for name, size in layer.items():
+                total[name] = total.get(name, 0) + size
+        return cls(sum(total.values()), fp16_bytes, total, tokens, len(layers))
+
+    def __str__(self) -> str:
+        plural = "" if self.layers == 1 else "s"
+        lines = [
+            f"{_mebibytes(self.total_bytes)} for {self.tokens} tokens in {self.layers} "
+            f"layer{plural}; fp16 would take {_mebibytes(self.fp16_bytes)}, {self.ratio:.2f} "
+            "times as much"
+        ]
+        width = max(map(len, self.parts), default=0)
+        lines += [f"  {name:{width}} {_mebibytes(size)}" for name, size in self.parts.items()]
+        return "\n".join(lines)
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / 2**20:.2f} MiB"

@@ -1,0 +1,153 @@
+"""Options of a layer: parsed and checked once, shared by all layers of a cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch_kvq import formats
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """How a layer stores its tokens.
+
+    Attributes:
+        key_bits: 2, 3 or 4, or 16 (pass-through).
+        value_bits: 2, 3 or 4, or 16 (pass-through); at most ``key_bits``.
+        sink_tokens: first tokens of a row that stay exact.
+        residual_length: recent tokens that stay exact.
+        quantized_start: tokens up to which nothing is quantised.
+        max_cache_len: positions to allocate at once; the layer grows when None.
+        strict: raise where keys or values would have to be decoded for an attention that does not
+            read them packed.
+
+    Example:
+        >>> LayerOptions.parse("4/3").value_bits
+        3
+    """
+
+    key_bits: int
+    value_bits: int
+    sink_tokens: int = 4
+    residual_length: int = 64
+    quantized_start: int = 256
+    max_cache_len: int | None = None
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        formats.check_bits(self.key_bits, self.value_bits)
+        if self.key_bits < self.value_bits:
+            raise ValueError(
+                "key_bits must not be below value_bits, keys are the more sensitive: "
+                f"got key_bits={self.key_bits}, value_bits={self.value_bits}"
+            )
+        for name in ("sink_tokens", "residual_length", "quantized_start"):
+            _check_count(name, getattr(self, name), least=0)
+        if self.max_cache_len is not None:
+            _check_count("max_cache_len", self.max_cache_len, least=1)
+
+    @classmethod
+    def parse(
+        cls,
+        bits: int | str = 4,
+        *,
+        key_bits: int | None = None,
+        value_bits: int | None = None,
+        sink_tokens: int = 4,
+        residual_length: int = 64,
+        quantized_start: int = 256,
+        max_cache_len: int | None = None,
+        strict: bool = False,
+    ) -> LayerOptions:
+        """Options from a preset.
+
+        Args:
+            bits: 2, 3, 4 or 16 for keys and values alike, or a text like ``"4/3"``, keys first.
+            key_bits: overrides the keys' part of ``bits``.
+            value_bits: overrides the values' part of ``bits``.
+            sink_tokens: see the class, as for the others.
+            residual_length: recent tokens that stay exact.
+            quantized_start: tokens up to which nothing is quantised.
+            max_cache_len: positions to allocate at once.
+            strict: raise instead of decoding.
+
+        Raises:
+            ValueError: bits that do not exist, or fewer for the keys than for the values.
+            TypeError: an option of another type.
+        """
+        preset = parse_bits(bits)
+        return cls(
+            preset[0] if key_bits is None else key_bits,
+            preset[1] if value_bits is None else value_bits,
+            sink_tokens,
+            residual_length,
+            quantized_start,
+            max_cache_len,
+            strict,
+        )
+
+    @property
+    def bits(self) -> str:
+        """The preset's name, such as ``"4"`` or ``"4/3"``."""
+        if self.key_bits == self.value_bits:
+            return str(self.key_bits)
+        return f"{self.key_bits}/{self.value_bits}"
+
+    @property
+    def window_slots(self) -> int:
+        """Slots of the exact buffer that a row with tiles needs."""
+        return self.sink_tokens + self.residual_length + formats.TILE_TOKENS
+
+    @property
+    def exact_slots(self) -> int:
+        """Slots of the exact buffer that any row can come to need."""
+        return max(self.window_slots, self.quantized_start)
+
+    def with_max_cache_len(self, max_cache_len: int) -> LayerOptions:
+        """The same options with another capacity."""
+        return replace(self, max_cache_len=max_cache_len)
+
+    def quantized(self, tokens: int, quantized: int) -> int:
+        """Tokens of a row that belong in tiles (`torch_kvq.formats.quantized_tokens`)."""
+        return formats.quantized_tokens(
+            tokens,
+            quantized,
+            sink_tokens=self.sink_tokens,
+            residual_length=self.residual_length,
+            quantized_start=self.quantized_start,
+        )
+
+    def next_tile(self, quantized: int) -> int:
+        """Fewest tokens at which a row with ``quantized`` tokens in tiles gets another tile.
+
+        Example:
+            >>> LayerOptions(4, 4).next_tile(128)
+            260
+        """
+        whole = quantized // formats.TILE_TOKENS * formats.TILE_TOKENS
+        due = whole + self.window_slots
+        return due if quantized else max(due, self.quantized_start + 1)
+
+
+def parse_bits(bits: int | str) -> tuple[int, int]:
+    """Bits of keys and values from a preset.
+
+    Example:
+        >>> parse_bits(3), parse_bits("4/2")
+        ((3, 3), (4, 2))
+    """
+    parts = bits.split("/") if isinstance(bits, str) else [bits]
+    try:
+        numbers = [int(part) for part in parts]
+    except (TypeError, ValueError):
+        numbers = []
+    if isinstance(bits, bool) or len(numbers) not in (1, 2):
+        raise ValueError(f'bits must be 2, 3, 4, 16 or a text like "4/3", got {bits!r}')
+    return numbers[0], numbers[-1]
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")

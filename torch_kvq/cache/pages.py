@@ -1,0 +1,185 @@
+"""Pages of a layer: who owns which, and room for more. Records are moved, never read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+_GROWTH = 8
+"""A pool that runs out grows by one part in so many."""
+
+
+class PagePool:
+    """Pages that rows share by reference count.
+
+    A full page is never written again, so any number of rows may refer to it.
+
+    Attributes:
+        tiles: uint8 ``[pages, kv_heads, record_bytes]``; replaced when the pool grows.
+
+    Example:
+        >>> pool = PagePool(kv_heads=2, record_bytes=8640)
+        >>> pages = pool.allocate(3)
+        >>> pool.retain(pages[:1])
+        >>> pool.release(pages)
+        >>> pool.used
+        1
+    """
+
+    def __init__(
+        self, kv_heads: int, record_bytes: int, device: torch.device | str | None = None
+    ) -> None:
+        self.tiles = torch.empty((0, kv_heads, record_bytes), dtype=torch.uint8, device=device)
+        self._counts: list[int] = []
+        self._free: list[int] = []
+
+    @property
+    def used(self) -> int:
+        """Pages with an owner."""
+        return len(self._counts) - len(self._free)
+
+    def reserve(self, count: int) -> None:
+        """Let ``count`` pages be free, growing the pool when it has too few."""
+        missing = count - len(self._free)
+        if missing <= 0:
+            return
+        held = len(self._counts)
+        end = held + max(missing, held // _GROWTH)
+        tiles = self.tiles.new_empty((end, *self.tiles.shape[1:]))
+        tiles[:held].copy_(self.tiles)
+        self.tiles = tiles
+        self._counts += [0] * (end - held)
+        # Last in, first out: the next page taken is the lowest of the new ones.
+        self._free[:0] = reversed(range(held, end))
+
+    def allocate(self, count: int) -> list[int]:
+        """Take ``count`` pages."""
+        self.reserve(count)
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._counts[page] = 1
+        return pages
+
+    def retain(self, pages: Iterable[int]) -> None:
+        """Add an owner to each page."""
+        for page in pages:
+            self._counts[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Take an owner from each page; one without owners is free again."""
+        for page in pages:
+            self._counts[page] -= 1
+            if not self._counts[page]:
+                self._free.append(page)
+
+    def is_shared(self, page: int) -> bool:
+        """Whether more than one row refers to the page."""
+        return self._counts[page] > 1
+
+    def copy(self, page: int) -> int:
+        """A new page with the same records."""
+        (new,) = self.allocate(1)
+        self.tiles[new].copy_(self.tiles[page])
+        return new
+
+
+class BlockTable:
+    """The pages of every row, in order, and the same as a tensor for the operators.
+
+    Args:
+        pool: where the pages come from.
+        batch: number of rows.
+        width: pages that every row has at all times; rows grow one by one when None.
+        device: device of the tensor.
+
+    Attributes:
+        tensor: int32 ``[batch, max_pages]``; replaced when the table grows.
+        rows: the pages of each row.
+
+    Example:
+        >>> table = BlockTable(PagePool(1, 64), batch=2)
+        >>> table.extend(0, 2)
+        >>> table.rows
+        [[0, 1], []]
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        batch: int,
+        width: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.pool = pool
+        self.width = width
+        self.rows: list[list[int]] = [[] for _ in range(batch)]
+        self.tensor = torch.zeros((batch, width or 0), dtype=torch.int32, device=device)
+        self._fill()
+
+    def extend(self, row: int, count: int) -> None:
+        """Let a row have at least ``count`` pages."""
+        pages = self.rows[row]
+        held = len(pages)
+        if count <= held:
+            return
+        pages += self.pool.allocate(count - held)
+        if count > self.tensor.shape[1]:
+            self._widen(count + count // _GROWTH)
+        self._write(row, held)
+
+    def own(self, row: int, index: int) -> None:
+        """Give a row its own copy of a page that it is about to write, if others share it."""
+        page = self.rows[row][index]
+        if self.pool.is_shared(page):
+            self.rows[row][index] = self.pool.copy(page)
+            self.pool.release([page])
+            self._write(row, index)
+
+    def truncate(self, counts: list[int]) -> None:
+        """Keep the first ``counts[row]`` pages of every row."""
+        for pages, count in zip(self.rows, counts, strict=True):
+            self.pool.release(pages[count:])
+            del pages[count:]
+        self._fill()
+
+    def select(self, indices: list[int], counts: list[int]) -> None:
+        """Let row i refer to the first ``counts[indices[i]]`` pages of row ``indices[i]``."""
+        old = self.rows
+        kept = {row for row, index in enumerate(indices) if row == index}
+        self.rows = [
+            old[index] if row in kept else old[index][: counts[index]]
+            for row, index in enumerate(indices)
+        ]
+        for row, pages in enumerate(self.rows):
+            if row not in kept:
+                self.pool.retain(pages)
+        for row, pages in enumerate(old):
+            if row not in kept:
+                self.pool.release(pages)
+        selected = self.tensor[indices]
+        if selected.shape == self.tensor.shape:
+            self.tensor.copy_(selected)
+        else:
+            self.tensor = selected
+        self._fill()
+
+    def resize(self, width: int) -> None:
+        """Give every row ``width`` pages, at least as many as it has."""
+        self.width = width
+        self._widen(width)
+        self._fill()
+
+    def _fill(self) -> None:
+        if self.width is None:
+            return
+        self.pool.reserve(sum(self.width - len(pages) for pages in self.rows))
+        for row in range(len(self.rows)):
+            self.extend(row, self.width)
+
+    def _widen(self, width: int) -> None:
+        self.tensor = torch.nn.functional.pad(self.tensor, (0, width - self.tensor.shape[1]))
+
+    def _write(self, row: int, first: int) -> None:
+        pages = self.rows[row][first:]
+        self.tensor[row, first : first + len(pages)] = self.tensor.new_tensor(pages)

@@ -1,0 +1,182 @@
+"""The part of a layer that is bookkeeping: sizes, and rows and tokens that come and go."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_kvq.cache.memory import state_bytes, tensor_bytes
+from torch_kvq.cache.options import LayerOptions
+from torch_kvq.cache.state import LayerState, StaticState
+
+
+class CacheLayer:
+    """What a cache asks of its layers, with the names that Transformers gives it.
+
+    Attributes:
+        options: how tokens are stored.
+        state: the tensors, None before the first tokens.
+    """
+
+    is_sliding = False
+    is_croppable = True
+    supports_early_init = True
+
+    def __init__(self, options: LayerOptions) -> None:
+        self.options = options
+        self.state: LayerState | None = None
+        self._pending: tuple[Tensor, Tensor] | None = None
+
+    def lazy_initialization(self, key: Tensor, value: Tensor) -> None:
+        """Allocate for keys and values like these, which may have no tokens."""
+        kind = LayerState if self.options.max_cache_len is None else StaticState
+        self.state = kind(key, value, self.options)
+
+    def flush(self, padding: Tensor | None = None) -> None:
+        """Store what an update has kept back until attention shows the left padding.
+
+        Args:
+            padding: int ``[batch or 1]``, the padding among the tokens kept back, for rows
+                without tokens so far; none when None.
+        """
+        if self._pending is None or self.state is None:
+            return
+        self.state.place(padding)
+        self.state.append(*self._pending)
+        self._pending = None
+
+    def crop(self, tokens: int) -> None:
+        """Remove the last tokens of every row.
+
+        Args:
+            tokens: negative: so many are removed; positive: so many positions remain.
+
+        Raises:
+            IndexError: more are to be removed than there are.
+        """
+        self.flush()
+        if self.state is None or tokens == 0:
+            return
+        length = self.state.positions
+        target = min(tokens, length) if tokens > 0 else length + tokens
+        if target < 0:
+            raise IndexError(f"tokens={tokens} removes more than the {length} positions held")
+        if target < length:
+            self.state.crop(target)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let row i become what row ``beam_idx[i]`` is."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row ``repeats`` times."""
+        if self.state is not None:
+            rows = torch.arange(self.state.batch_size)
+            self.batch_select_indices(rows.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows ``indices``, int or bool, in this order.
+
+        Raises:
+            IndexError: a row that does not exist.
+        """
+        self.flush()
+        if self.state is None:
+            return
+        rows = list(range(self.state.batch_size))
+        selected: list[int] = torch.tensor(rows)[indices.cpu()].tolist()
+        if not selected:
+            raise IndexError("indices must select at least one row")
+        if selected != rows:
+            self.state.select(selected)
+
+    def reset(self) -> None:
+        """Forget all tokens. A static layer keeps its memory, another one gives it back."""
+        self._pending = None
+        if isinstance(self.state, StaticState):
+            self.state.crop(0)
+        else:
+            self.state = None
+
+    def resize(self, max_cache_len: int) -> None:
+        """Let a static layer have room for ``max_cache_len`` positions."""
+        self.options = self.options.with_max_cache_len(max_cache_len)
+        if isinstance(self.state, StaticState):
+            self.state.resize(self.options)
+
+    @property
+    def visible_length(self) -> int:
+        """Columns of a mask: the positions, or all that are allocated in a static layer."""
+        if self.options.max_cache_len is not None:
+            return self.options.max_cache_len
+        return self._kept_back + (0 if self.state is None else self.state.length)
+
+    @property
+    def _kept_back(self) -> int:
+        return 0 if self._pending is None else self._pending[0].shape[2]
+
+    def get_seq_length(self) -> int | Tensor:
+        """Positions so far, left padding included; a tensor in a static layer."""
+        if self.options.max_cache_len is None:
+            return self.visible_length
+        if self.state is None:
+            return 0
+        length = self.state.lengths[0, 1]
+        return length if self._pending is None else length + self._kept_back
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns of the mask of the next call, and the position of the first."""
+        if self.options.max_cache_len is not None:
+            return self.options.max_cache_len, 0
+        return self.visible_length + query_length, 0
+
+    def get_max_length(self) -> int:
+        """``max_cache_len``, or -1."""
+        return self.options.max_cache_len or -1
+
+    get_max_cache_shape = get_max_length
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether tensors keep their addresses, so that a compiled graph serves every step."""
+        return self.options.max_cache_len is not None
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether the layer has allocated."""
+        return self.state is not None
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows, once there are any."""
+        if self.state is None:
+            raise AttributeError("batch_size")
+        return self.state.batch_size
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all rows: positions without left padding."""
+        if self.state is None:
+            return 0
+        lengths = self.state.lengths.tolist()
+        return sum(max(length + self._kept_back - start, 0) for start, length, _ in lengths)
+
+    @property
+    def fp16_bytes(self) -> int:
+        """Bytes that the tokens would take uncompressed, two for each element."""
+        if self.state is None:
+            return 0
+        layout = self.state.layout
+        heads = self.state.exact_key.shape[1]
+        return self.tokens * heads * (layout.key_dim + layout.value_dim) * 2
+
+    def memory_parts(self) -> dict[str, int]:
+        """Bytes of all tensors that the layer holds, by what they are for."""
+        parts = {} if self.state is None else state_bytes(self.state)
+        if self._pending is not None:
+            parts["pending"] = sum(map(tensor_bytes, self._pending))
+        return parts
+
+    def __repr__(self) -> str:
+        name, size = type(self).__name__, sum(self.memory_parts().values())
+        return f"{name}(bits={self.options.bits}, tokens={self.tokens}, bytes={size})"

@@ -1,0 +1,298 @@
+"""Tensors of a layer (docs/formats.md, "State of a layer") and the room they need.
+
+Nothing here reads a key or a code: rows are appended by one operator, and everything else edits
+lengths and tables or copies whole buffers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from torch_kvq.cache.options import LayerOptions
+from torch_kvq.cache.pages import BlockTable, PagePool
+from torch_kvq.formats import TILE_TOKENS, TileFormat
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_S = TypeVar("_S", bound="LayerState")
+
+_append = torch.ops.kvq.quantize_tile_.default
+
+
+def _normal_tensors(
+    method: Callable[Concatenate[_S, _P], _R],
+) -> Callable[Concatenate[_S, _P], _R]:
+    """Let tensors that a method makes under inference mode be written outside of it."""
+
+    @functools.wraps(method)
+    def wrapped(self: _S, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+            return method(self, *args, **kwargs)
+        with torch.inference_mode(False):
+            return method(self, *args, **kwargs)
+
+    return wrapped
+
+
+def pages_of(tokens: int) -> int:
+    """Pages that hold so many tokens."""
+    return -(-tokens // TILE_TOKENS)
+
+
+class LayerState:
+    """State of a layer that grows.
+
+    ``lengths`` is advanced by the operator and is the only truth; ``length`` mirrors its second
+    column and ``limit`` is the length at which anything but the operator has to run again.
+
+    Args:
+        key: any keys ``[batch, kv_heads, tokens, key_dim]``: shape, dtype and device are taken.
+        value: values ``[batch, kv_heads, tokens, value_dim]``.
+        options: how to store tokens.
+
+    Attributes:
+        tensors: tiles, block_table, balance, exact_key, exact_value, lengths.
+        length: positions seen, left padding included.
+        is_empty: no position was seen yet.
+        placed: every row has its first token, so its left padding is known.
+    """
+
+    @_normal_tensors
+    def __init__(self, key: Tensor, value: Tensor, options: LayerOptions) -> None:
+        batch, kv_heads, _, key_dim = key.shape
+        self.options = options
+        self.layout = TileFormat(
+            key_dim, value.shape[3], options.key_bits, options.value_bits, key.element_size()
+        )
+        pool = PagePool(kv_heads, self.layout.record_bytes, key.device)
+        self.table = BlockTable(pool, batch, self._table_width(), key.device)
+        self.balance = key.new_zeros((batch, kv_heads, key_dim), dtype=torch.float32)
+        slots = self._first_slots()
+        self.exact_key = key.new_empty((batch, kv_heads, slots, key_dim))
+        self.exact_value = value.new_empty((batch, kv_heads, slots, value.shape[3]))
+        self.lengths = torch.zeros((batch, 3), dtype=torch.int32, device=key.device)
+        self._rule = (
+            options.key_bits,
+            options.value_bits,
+            options.sink_tokens,
+            options.residual_length,
+            options.quantized_start,
+        )
+        self.length = self.limit = 0
+        self.is_empty, self.placed = True, False
+        self._collect()
+
+    def _table_width(self) -> int | None:
+        return None
+
+    def _first_slots(self) -> int:
+        return 0
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows."""
+        return self.lengths.shape[0]
+
+    @property
+    def slots(self) -> int:
+        """Tokens that a row of the exact buffers holds."""
+        return self.exact_key.shape[2]
+
+    @property
+    def positions(self) -> int:
+        """Positions seen, left padding included."""
+        return self.length
+
+    @property
+    def visible_length(self) -> int:
+        """Columns of an attention mask."""
+        return self.length
+
+    def check_room(self, tokens: int) -> None:
+        """Raise IndexError when ``tokens`` more positions cannot be held."""
+
+    def append(self, key: Tensor, value: Tensor) -> None:
+        """Append ``[batch, kv_heads, tokens, dim]``; an error leaves the tokens as they were."""
+        tokens = key.shape[2]
+        length = self.length + tokens
+        if length >= self.limit:
+            self._reserve(tokens)
+        _append(*self.tensors, key, value, *self._rule)
+        self.length = length
+        if length >= self.limit:
+            self._settle()
+
+    def place(self, padding: Tensor | None) -> None:
+        """Set the start of the rows without tokens.
+
+        Args:
+            padding: int ``[batch]``, how many of the tokens to come are left padding; None for
+                none.
+        """
+        start, length = self.lengths[:, 0], self.lengths[:, 1]
+        first = length if padding is None else length + padding
+        start.copy_(torch.where(start >= length, first, start))
+
+    @_normal_tensors
+    def crop(self, length: int) -> None:
+        """Keep the first ``length`` positions."""
+        rows = []
+        for start, _, quantized in self.lengths.tolist():
+            start = min(start, length)
+            behind_sinks = max(length - start - self.options.sink_tokens, 0)
+            rows.append((start, length, min(quantized, behind_sinks)))
+        self.lengths.copy_(self.lengths.new_tensor(rows))
+        self.table.truncate([pages_of(quantized) for *_, quantized in rows])
+        self._settle()
+
+    @_normal_tensors
+    def select(self, indices: list[int]) -> None:
+        """Let row i become what row ``indices[i]`` is."""
+        counts = [pages_of(quantized) for *_, quantized in self.lengths.tolist()]
+        self.table.select(indices, counts)
+        self.balance, self.exact_key, self.exact_value, self.lengths = (
+            self._replace(old, old[indices])
+            for old in (self.balance, self.exact_key, self.exact_value, self.lengths)
+        )
+        self._settle()
+
+    def _replace(self, old: Tensor, new: Tensor) -> Tensor:
+        return new
+
+    @_normal_tensors
+    def _reserve(self, tokens: int) -> None:
+        """Make room for ``tokens`` more positions, and own the pages they will be written to."""
+        slots, most = 0, self.options.window_slots
+        for row, (start, length, quantized) in enumerate(self.lengths.tolist()):
+            held = max(length + tokens - start, 0)
+            due = self.options.quantized(held, quantized)
+            slots = max(slots, held - due)
+            if due > quantized:
+                self.table.extend(row, pages_of(due))
+                self._own_partial(row, quantized)
+            elif due == 0:
+                most = self.options.exact_slots
+        if slots > self.slots:
+            self._resize_exact(min(slots + max(slots // 8, TILE_TOKENS), most))
+        self._collect()
+
+    def _own_partial(self, row: int, quantized: int) -> None:
+        """Only a last page that a cut left partial is ever written again."""
+        if quantized % TILE_TOKENS:
+            self.table.own(row, quantized // TILE_TOKENS)
+
+    @_normal_tensors
+    def _settle(self) -> None:
+        """Bring the mirrors up to date with ``lengths`` and give back what is not needed."""
+        rows = self.lengths.tolist()
+        self._note(rows)
+        window = self.options.window_slots
+        if self.slots > window and all(
+            quantized and length - start - quantized <= window for start, length, quantized in rows
+        ):
+            self._resize_exact(window)
+        self.limit = 0
+        if self.placed:
+            self.limit = min(
+                start + min(self.options.next_tile(quantized), quantized + self.slots + 1)
+                for start, _, quantized in rows
+            )
+        self._collect()
+
+    def _note(self, rows: list[list[int]]) -> None:
+        self.length = rows[0][1]
+        self.is_empty = self.length == 0
+        self.placed = all(start < length for start, length, _ in rows)
+
+    def _resize_exact(self, slots: int) -> None:
+        self.exact_key = _resized(self.exact_key, slots)
+        self.exact_value = _resized(self.exact_value, slots)
+
+    def _collect(self) -> None:
+        self.tensors = (
+            self.table.pool.tiles,
+            self.table.tensor,
+            self.balance,
+            self.exact_key,
+            self.exact_value,
+            self.lengths,
+        )
+
+
+class StaticState(LayerState):
+    """State of a layer that is allocated at once.
+
+    Lengths are read from the tensor only outside of compiled graphs and no attribute changes from
+    one step to the next, so that one graph serves every step; tensors keep their addresses.
+    """
+
+    def _table_width(self) -> int:
+        return pages_of(self.options.quantized(self._capacity, 0))
+
+    def _first_slots(self) -> int:
+        return min(self._capacity, self.options.exact_slots)
+
+    @property
+    def _capacity(self) -> int:
+        if self.options.max_cache_len is None:
+            raise ValueError("max_cache_len must be given for a static layer, got None")
+        return self.options.max_cache_len
+
+    @property
+    def positions(self) -> int:
+        """Positions seen, read from the tensor."""
+        return int(self.lengths[0, 1])
+
+    @property
+    def visible_length(self) -> int:
+        """Columns of an attention mask: one for every position that there is room for."""
+        return self._capacity
+
+    def check_room(self, tokens: int) -> None:
+        """Raise IndexError when ``tokens`` more positions exceed ``max_cache_len``."""
+        if torch.compiler.is_compiling():
+            return
+        length = self.positions + tokens
+        if length > self._capacity:
+            raise IndexError(f"max_cache_len={self._capacity} is too small for {length} positions")
+
+    def append(self, key: Tensor, value: Tensor) -> None:
+        """Append ``[batch, kv_heads, tokens, dim]``; IndexError when they do not fit."""
+        self.check_room(key.shape[2])
+        _append(*self.tensors, key, value, *self._rule)
+        if not self.placed or self.is_empty:
+            self._settle()
+
+    @_normal_tensors
+    def resize(self, options: LayerOptions) -> None:
+        """Make room for the ``max_cache_len`` of other options; nothing becomes smaller."""
+        self.options = options
+        self.table.resize(max(self._table_width(), self.table.tensor.shape[1]))
+        self._resize_exact(max(self._first_slots(), self.slots))
+        self._collect()
+
+    def _replace(self, old: Tensor, new: Tensor) -> Tensor:
+        return old.copy_(new) if old.shape == new.shape else new
+
+    def _settle(self) -> None:
+        if torch.compiler.is_compiling():
+            self.is_empty, self.placed = False, True
+            return
+        rows = self.lengths.tolist()
+        self._note(rows)
+        for row, (_, _, quantized) in enumerate(rows):
+            self._own_partial(row, quantized)
+        self._collect()
+
+
+def _resized(old: Tensor, slots: int) -> Tensor:
+    """The first ``slots`` tokens of an exact buffer in a buffer of that size."""
+    new = old.new_empty((*old.shape[:2], slots, old.shape[3]))
+    kept = min(slots, old.shape[2])
+    new[:, :, :kept].copy_(old[:, :, :kept])
+    return new

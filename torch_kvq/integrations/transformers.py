@@ -1,0 +1,270 @@
+"""`KVQCache` for Transformers. Importing this module teaches Transformers about packed caches."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import transformers
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionCacheLayerMixin,
+    StaticCache,
+    StaticLayer,
+)
+from transformers.generation.utils import GenerationMixin
+
+from torch_kvq import formats
+from torch_kvq.cache.cache import CacheCore
+from torch_kvq.cache.layer import KVQLayer
+from torch_kvq.integrations import transformers_attention
+
+OLDEST = (5, 16)
+"""Oldest release of Transformers with the names that this module uses."""
+
+_log = logging.getLogger("torch_kvq")
+
+
+class KVQCache(CacheCore, Cache):
+    """A Transformers cache that is packed and attended while it stays packed.
+
+    Hand it to ``generate`` or to a model's forward call. Attention over the prompt is the model's
+    own, on exact keys and values; later steps read the packed cache, whichever attention
+    implementation the model uses. ``attn_implementation="kvq"`` is one more.
+
+    Layers with full attention are packed. Sliding windows, linear and latent attention and head
+    dims that are not a multiple of 16 from 32 to 512 keep Transformers' own layers, when ``config``
+    is given or ``generate`` is used; the logger ``torch_kvq`` says so at level INFO.
+
+    Args:
+        bits: 2, 3, 4, 16 (pass-through) or a text like ``"4/3"``, keys first.
+        key_bits: bits of the keys, overrides ``bits``.
+        value_bits: bits of the values, overrides ``bits``; at most ``key_bits``.
+        sink_tokens: first tokens of a sequence that stay exact.
+        residual_length: recent tokens that stay exact; up to 63 more do.
+        quantized_start: tokens up to which nothing is packed.
+        max_cache_len: positions to allocate at once, for graphs that are compiled; the cache grows
+            when not given.
+        static: allocate at once; without ``max_cache_len`` for as much as ``generate`` asks for.
+        config: configuration of the model, for a cache that is not handed to ``generate``.
+        strict: raise a RuntimeError where keys or values would have to be decoded, for a model
+            that does not use Transformers' attention functions; else `materialized` counts these.
+
+    Raises:
+        ValueError: an option outside the above.
+        TypeError: an option of another type.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> model = LlamaForCausalLM(LlamaConfig(
+        ...     hidden_size=128, intermediate_size=128, num_attention_heads=4, vocab_size=100,
+        ...     num_hidden_layers=2, num_key_value_heads=2, eos_token_id=None, pad_token_id=0))
+        >>> cache = KVQCache(bits=4)
+        >>> _ = model.generate(torch.ones(1, 300, dtype=torch.long), past_key_values=cache,
+        ...                    max_new_tokens=5, do_sample=False)
+        >>> cache
+        KVQCache(bits=4, layers=2, tokens=304, bytes=164144)
+        >>> cache.materialized
+        0
+    """
+
+    def __init__(
+        self,
+        bits: int | str = 4,
+        *,
+        key_bits: int | None = None,
+        value_bits: int | None = None,
+        sink_tokens: int = 4,
+        residual_length: int = 64,
+        quantized_start: int = 256,
+        max_cache_len: int | None = None,
+        static: bool = False,
+        config: Any = None,
+        strict: bool = False,
+    ) -> None:
+        install()
+        self._set_options(
+            bits,
+            key_bits,
+            value_bits,
+            sink_tokens,
+            residual_length,
+            quantized_start,
+            max_cache_len,
+            static,
+            strict,
+        )
+        self._fits_itself = static and max_cache_len is None
+        Cache.__init__(self, layers=[])
+        if config is not None and not self._fits_itself:
+            self._lay_out(config)
+
+    def bind(
+        self, model: Any, max_length: int | None = None, batch_size: int | None = None
+    ) -> None:
+        """Take the layers of a model; ``generate`` does this by itself.
+
+        Args:
+            model: a Transformers model.
+            max_length: positions to come; a cache with ``static=True`` alone makes room for them.
+            batch_size: rows to come; not needed, rows are allocated with the first tokens.
+
+        Raises:
+            ValueError: the cache holds tokens of a model with another number of layers.
+        """
+        holds_tokens = self.holds_tokens
+        if holds_tokens:
+            expected = len(_template(_decoder_config(model.config), None))
+            if expected != len(self.layers):
+                raise ValueError(
+                    f"the cache holds tokens of a model with {len(self.layers)} layers, got one "
+                    f"with {expected}: call reset() before it is used for another"
+                )
+        if self._fits_itself and max_length is not None:
+            self._make_room(max_length)
+        if not holds_tokens:
+            self._lay_out(model.config)
+
+    def _make_room(self, max_length: int) -> None:
+        held = self.options.max_cache_len or 0
+        needed = -(-max_length // formats.TILE_TOKENS) * formats.TILE_TOKENS
+        if needed <= held:
+            return
+        if self.holds_tokens and len(self.packed_layers) < len(self.layers):
+            raise ValueError(
+                f"max_cache_len={held} is too small for {max_length} positions and layers of "
+                "Transformers cannot grow: give the cache max_cache_len"
+            )
+        self.options = self.options.with_max_cache_len(needed)
+        for layer in self.packed_layers:
+            layer.resize(needed)
+
+    def _lay_out(self, config: Any) -> None:
+        """Take the layers that Transformers makes, and pack those that can be."""
+        config = _decoder_config(config)
+        layers = _template(config, self.options.max_cache_len)
+        configs = config.per_layer_config
+        reasons = [_reason(layer, own) for layer, own in zip(layers, configs, strict=True)]
+        self.layers = [
+            layer if reason else self._new_layer()
+            for layer, reason in zip(layers, reasons, strict=True)
+        ]
+        self._is_laid_out = True
+        others = Counter(reason for reason in reasons if reason)
+        packed = len(layers) - others.total()
+        _log.log(
+            logging.INFO if packed else logging.WARNING,
+            "%d of %d layers are packed at %s bits%s",
+            packed,
+            len(layers),
+            self.options.bits,
+            "".join(f"; {count} not: {reason}" for reason, count in others.items()),
+        )
+
+
+def _decoder_config(config: Any) -> Any:
+    return config.get_text_config(decoder=True)
+
+
+def _template(config: Any, max_cache_len: int | None) -> list[Any]:
+    if max_cache_len is None:
+        return DynamicCache(config=config).layers
+    return StaticCache(config=config, max_cache_len=max_cache_len).layers
+
+
+def _reason(layer: Any, config: Any) -> str | None:
+    """Why a layer is not packed, None when it is."""
+    if getattr(layer, "is_sliding", False):
+        return "sliding window"
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        return "linear attention"
+    if type(layer) not in (DynamicLayer, StaticLayer):
+        return f"Transformers' {type(layer).__name__}"
+    if getattr(config, "kv_lora_rank", None) is not None:
+        return "latent attention"
+    head_dim = getattr(config, "head_dim", None) or (
+        config.hidden_size // config.num_attention_heads
+    )
+    for dim in (head_dim, getattr(config, "v_head_dim", None) or head_dim):
+        try:
+            formats.check_head_dim("head_dim", dim)
+        except ValueError as error:
+            return str(error)
+    return None
+
+
+def install() -> None:
+    """Teach Transformers about packed caches; repeated calls do nothing new.
+
+    Raises:
+        ImportError: a release of Transformers that is too old.
+    """
+    version = transformers.__version__
+    if tuple(map(int, version.split(".")[:2])) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise ImportError(f"KVQCache needs transformers >= {oldest}, got {version}")
+    transformers_attention.install()
+    CacheLayerMixin.register(KVQLayer)
+    if not hasattr(GenerationMixin._prepare_cache_for_generation, "_kvq_original"):
+        original = GenerationMixin._prepare_cache_for_generation
+        GenerationMixin._prepare_cache_for_generation = _binding(original)
+
+
+def _binding(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """``_prepare_cache_for_generation`` that binds a packed cache to the model."""
+    parameters = inspect.signature(prepare)
+
+    @functools.wraps(prepare)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = parameters.bind(self, *args, **kwargs).arguments
+        generation_config, model_kwargs = given["generation_config"], given["model_kwargs"]
+        cache = _cache_of(model_kwargs)
+        if cache is None:
+            cache = _cache_by_name(generation_config)
+            if cache is not None:
+                model_kwargs[_CACHE] = cache
+        if isinstance(cache, KVQCache):
+            cache.bind(self, given["max_cache_length"])
+        return prepare(self, *args, **kwargs)
+
+    wrapped._kvq_original = prepare  # type: ignore[attr-defined]
+    return wrapped
+
+
+_CACHE = (
+    "cache"
+    if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    else "past_key_values"
+)
+
+
+def _cache_of(model_kwargs: dict[str, Any]) -> Any:
+    """The cache that a caller of ``generate`` gave, under its newer or its older name."""
+    cache = model_kwargs.get("cache")
+    return model_kwargs.get("past_key_values") if cache is None else cache
+
+
+def _cache_by_name(generation_config: Any) -> KVQCache | None:
+    """The cache of ``cache_implementation="quantized", cache_config={"backend": "kvq"}``."""
+    options = dict(generation_config.cache_config or {})
+    if generation_config.cache_implementation != "quantized" or options.pop("backend", "") != "kvq":
+        return None
+    if "q_group_size" in options:
+        raise ValueError(
+            "cache_config['q_group_size'] has no meaning for backend 'kvq': every token of a tile "
+            f"has its own scale, got {options['q_group_size']}"
+        )
+    options["bits"] = options.pop("nbits", options.get("bits", 4))
+    generation_config.cache_implementation = generation_config.cache_config = None
+    return KVQCache(**options)
+
+
+install()
