@@ -18,15 +18,24 @@ void value_error(const std::string& message) { throw std::invalid_argument(messa
 namespace {
 std::string type_text(ScalarType type) {
   switch (type) {
-    case ScalarType::Float: return "torch.float32";
-    case ScalarType::Double: return "torch.float64";
-    case ScalarType::Half: return "torch.float16";
-    case ScalarType::BFloat16: return "torch.bfloat16";
-    case ScalarType::Byte: return "torch.uint8";
-    case ScalarType::Int: return "torch.int32";
-    case ScalarType::Long: return "torch.int64";
-    case ScalarType::Bool: return "torch.bool";
-    default: return torch::headeronly::toString(type);
+    case ScalarType::Float:
+      return "torch.float32";
+    case ScalarType::Double:
+      return "torch.float64";
+    case ScalarType::Half:
+      return "torch.float16";
+    case ScalarType::BFloat16:
+      return "torch.bfloat16";
+    case ScalarType::Byte:
+      return "torch.uint8";
+    case ScalarType::Int:
+      return "torch.int32";
+    case ScalarType::Long:
+      return "torch.int64";
+    case ScalarType::Bool:
+      return "torch.bool";
+    default:
+      return torch::headeronly::toString(type);
   }
 }
 }  // namespace
@@ -69,9 +78,12 @@ void check_not_negative(const char* name, int64_t value) {
 
 Float float_type(const char* name, const Tensor& tensor) {
   switch (tensor.scalar_type()) {
-    case ScalarType::Float: return Float::kFloat32;
-    case ScalarType::Half: return Float::kFloat16;
-    case ScalarType::BFloat16: return Float::kBFloat16;
+    case ScalarType::Float:
+      return Float::kFloat32;
+    case ScalarType::Half:
+      return Float::kFloat16;
+    case ScalarType::BFloat16:
+      return Float::kBFloat16;
     default:
       value_error(std::string(name) + " must be float32, float16 or bfloat16, got " +
                   type_text(tensor.scalar_type()));
@@ -115,9 +127,9 @@ Layout check_state(const StateTensors& s, int64_t key_bits, int64_t value_bits,
   check_head_dim("key_dim", key_dim);
   check_head_dim("value_dim", value_dim);
   check_bits(key_bits, value_bits);
-  const Layout layout = make_layout(
-      static_cast<int>(key_dim), static_cast<int>(value_dim), static_cast<int>(key_bits),
-      static_cast<int>(value_bits), static_cast<int>(s.exact_key.element_size()));
+  const Layout layout = make_layout(static_cast<int>(key_dim), static_cast<int>(value_dim),
+                                    static_cast<int>(key_bits), static_cast<int>(value_bits),
+                                    static_cast<int>(s.exact_key.element_size()));
   check_rank("tiles", s.tiles, 3);
   check_rank("balance", s.balance, 3);
   check_rank("block_table", s.block_table, 2);

@@ -26,7 +26,8 @@ Tensor key_balance_op(const Tensor& key) {
   check_rank("key", key, 4);
   const Float type = float_type("key", key);
   check_head_dim("key.shape[-1]", key.size(3));
-  if (key.size(2) < 1) value_error("key must hold at least one token, got shape " + shape_text(key));
+  if (key.size(2) < 1)
+    value_error("key must hold at least one token, got shape " + shape_text(key));
   const Tensor rows = with_contiguous_rows(key);
   const NewTokens n = new_tokens(rows);
   const int64_t heads = key.size(1);
@@ -62,8 +63,7 @@ Tensor quantize_tile(const Tensor& key, const Tensor& value, const Tensor& balan
   const int64_t tiles = key.size(0), heads = key.size(1);
   const float* lambda = factors.const_data_ptr<float>();
   const int64_t lambda_step = balance.size(0) == 1 ? 0 : heads * f.key_dim;
-  Tensor out =
-      torch::stable::new_empty(key, {tiles, heads, f.record_bytes}, ScalarType::Byte);
+  Tensor out = torch::stable::new_empty(key, {tiles, heads, f.record_bytes}, ScalarType::Byte);
   auto* to = out.mutable_data_ptr<uint8_t>();
   const Kernels& kernels = active();
   run_parallel(tiles * heads, [&](int64_t begin, int64_t end) {
@@ -97,9 +97,8 @@ void quantize_tile_inplace(Tensor& tiles, const Tensor& block_table, Tensor& bal
                            const Tensor& key, const Tensor& value, int64_t key_bits,
                            int64_t value_bits, int64_t sink_tokens, int64_t residual_length,
                            int64_t quantized_start) {
-  const Layout layout =
-      check_state({tiles, block_table, balance, exact_key, exact_value, lengths}, key_bits,
-                  value_bits, sink_tokens);
+  const Layout layout = check_state({tiles, block_table, balance, exact_key, exact_value, lengths},
+                                    key_bits, value_bits, sink_tokens);
   const Float type = check_new_tokens(key, value);
   check_dtype("key", key, exact_key.scalar_type());
   check_size("key", key, 0, exact_key.size(0), "batch");
@@ -157,9 +156,9 @@ std::tuple<Tensor, Tensor> dequantize_tile(const Tensor& tiles, const Tensor& ba
   Tensor key = torch::stable::new_empty(tiles, {dims, 4}, dtype);
   Tensor value = torch::stable::new_empty(tiles, {value_dims, 4}, dtype);
   const Float type = float_type("dtype", key);
-  const Layout f = make_layout(static_cast<int>(balance.size(2)), static_cast<int>(value_dim),
-                               static_cast<int>(key_bits), static_cast<int>(value_bits),
-                               size_of(type));
+  const Layout f =
+      make_layout(static_cast<int>(balance.size(2)), static_cast<int>(value_dim),
+                  static_cast<int>(key_bits), static_cast<int>(value_bits), size_of(type));
   check_size("tiles", tiles, 2, f.record_bytes, "record_bytes");
   const Tensor records = torch::stable::contiguous(tiles);
   const Tensor factors = torch::stable::contiguous(balance);

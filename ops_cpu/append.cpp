@@ -135,8 +135,7 @@ class HeadAppend {
     for (int64_t t = p_.before; t < p_.after; ++t) {
       if (t >= s_.sink_tokens && t < s_.sink_tokens + p_.new_quantized) continue;
       const int64_t to = t < s_.sink_tokens ? t : t - p_.new_quantized, i = t - p_.before;
-      std::memcpy(exact_key_ + to * f.key_dim * item_, new_key_ + i * key_step_,
-                  f.key_dim * item_);
+      std::memcpy(exact_key_ + to * f.key_dim * item_, new_key_ + i * key_step_, f.key_dim * item_);
       std::memcpy(exact_value_ + to * f.value_dim * item_, new_value_ + i * value_step_,
                   f.value_dim * item_);
     }

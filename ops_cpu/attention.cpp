@@ -207,8 +207,7 @@ class Unit {
       uint8_t* weights = s_.weights + r * weight_bytes;
       float* p = s_.p + r * kTileTokens;
       if (k.softmax(logits, &s_.softmax[r], s_.acc.data() + r * f_.value_dim, f_.value_dim, p)) {
-        s_.factors[r] =
-            k.quantize_weights(p, value_scales, c_.exact, weights, &s_.weight_sums[r]);
+        s_.factors[r] = k.quantize_weights(p, value_scales, c_.exact, weights, &s_.weight_sums[r]);
       } else {
         std::memset(weights, 0, weight_bytes);
         s_.weight_sums[r] = 0;
@@ -372,11 +371,11 @@ void check_lengths(const int32_t* lengths, const int32_t* block_table, int64_t b
     if (r.start < 0 || r.length < 0 || r.quantized < 0 ||
         r.quantized > std::max<int64_t>(r.tokens - sink_tokens, 0) ||
         r.tokens - r.quantized > capacity || r.tiles > max_pages)
-      throw std::out_of_range(
-          "lengths[" + std::to_string(b) + "] = (start " + std::to_string(r.start) + ", length " +
-          std::to_string(r.length) + ", quantized " + std::to_string(r.quantized) +
-          ") does not fit " + std::to_string(max_pages) + " pages, " + std::to_string(capacity) +
-          " exact tokens and sink_tokens=" + std::to_string(sink_tokens));
+      throw std::out_of_range("lengths[" + std::to_string(b) + "] = (start " +
+                              std::to_string(r.start) + ", length " + std::to_string(r.length) +
+                              ", quantized " + std::to_string(r.quantized) + ") does not fit " +
+                              std::to_string(max_pages) + " pages, " + std::to_string(capacity) +
+                              " exact tokens and sink_tokens=" + std::to_string(sink_tokens));
     for (int64_t n = 0; n < r.tiles; ++n) {
       const int64_t page = block_table[b * max_pages + n];
       if (page < 0 || page >= pages)
@@ -387,15 +386,13 @@ void check_lengths(const int32_t* lengths, const int32_t* block_table, int64_t b
   }
 }
 
-void attention(const Kernels& kernels, const AttentionCall& call,
-               const ParallelFor& parallel_for) {
+void attention(const Kernels& kernels, const AttentionCall& call, const ParallelFor& parallel_for) {
   const Plan plan(call);
   const int64_t block_floats = kMaxRows * plan.partial_stride;
   const std::unique_ptr<float[]> partial(new float[plan.items() * plan.parts * block_floats]);
   parallel_for(plan.items() * plan.parts, [&](int64_t begin, int64_t end) {
     for (int64_t u = begin; u < end; ++u)
-      Unit(kernels, plan, u / plan.parts)
-          .run(u % plan.parts, partial.get() + u * block_floats);
+      Unit(kernels, plan, u / plan.parts).run(u % plan.parts, partial.get() + u * block_floats);
   });
   parallel_for(plan.items(), [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {

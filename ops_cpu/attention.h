@@ -48,7 +48,6 @@ struct AttentionCall {
 void check_lengths(const int32_t* lengths, const int32_t* block_table, int64_t batch,
                    int64_t max_pages, int64_t pages, int64_t capacity, int64_t sink_tokens);
 
-void attention(const Kernels& kernels, const AttentionCall& call,
-               const ParallelFor& parallel_for);
+void attention(const Kernels& kernels, const AttentionCall& call, const ParallelFor& parallel_for);
 
 }  // namespace kvq

@@ -5,7 +5,7 @@
 namespace kvq {
 
 // Minimax polynomial of 2^r on [0, 1); relative error 1.6e-7.
-constexpr float kExp2[6] = {1.0f,          0.6931513f,    0.24016444f,
+constexpr float kExp2[6] = {1.0f,         0.6931513f,  0.24016444f,
                             0.055799913f, 0.00901703f, 0.0018671305f};
 constexpr float kExp2Lowest = -126.0f;  // below this 2^x counts as zero; NaN stays NaN
 constexpr float kLog2E = 1.44269504f;

@@ -98,7 +98,8 @@ struct Signs {
 }  // namespace
 
 const Codebook& codebook(int bits) {
-  static const Codebook books[3] = {make_codebook(2, 10 / 1.510412), make_codebook(3, 31 / 2.151925),
+  static const Codebook books[3] = {make_codebook(2, 10 / 1.510412),
+                                    make_codebook(3, 31 / 2.151925),
                                     make_codebook(4, 63 / 2.732507)};
   return books[bits - 2];
 }
@@ -113,8 +114,8 @@ Layout make_layout(int key_dim, int value_dim, int key_bits, int value_bits, int
   const int64_t scales = raw ? 0 : 2 * kTileTokens;
   f.key_scale = 0;
   f.key_code = scales;
-  f.value_scale = f.key_code + static_cast<int64_t>(kTileTokens) * key_dim *
-                                   (raw ? 8 * itemsize : key_bits) / 8;
+  f.value_scale = f.key_code +
+                  static_cast<int64_t>(kTileTokens) * key_dim * (raw ? 8 * itemsize : key_bits) / 8;
   f.value_code = f.value_scale + scales;
   f.mean = f.value_code +
            static_cast<int64_t>(kTileTokens) * value_dim * (raw ? 8 * itemsize : value_bits) / 8;

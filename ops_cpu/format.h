@@ -13,8 +13,8 @@ constexpr int kBalanceFold = 256;  // tokens that its sums are zero-padded to
 constexpr float kVarianceFloor = 1e-4f;
 constexpr float kLargestInput = 65504.0f;
 constexpr int kScaleCandidates = 7;
-constexpr float kScaleCandidate[kScaleCandidates] = {0.80f, 0.88f, 0.94f, 1.0f, 1.06f, 1.13f,
-                                                     1.22f};
+constexpr float kScaleCandidate[kScaleCandidates] = {0.80f, 0.88f, 0.94f, 1.0f,
+                                                     1.06f, 1.13f, 1.22f};
 
 // Columns of `lengths`.
 constexpr int kStart = 0;
@@ -22,7 +22,8 @@ constexpr int kLength = 1;
 constexpr int kQuantized = 2;
 constexpr int kLengthColumns = 3;
 
-constexpr int8_t kLevels4[16] = {-63, -48, -37, -29, -22, -15, -9, -3, 3, 9, 15, 22, 29, 37, 48, 63};
+constexpr int8_t kLevels4[16] = {-63, -48, -37, -29, -22, -15, -9, -3,
+                                 3,   9,   15,  22,  29,  37,  48, 63};
 constexpr int8_t kLevels3[8] = {-31, -19, -11, -4, 4, 11, 19, 31};
 constexpr int8_t kLevels2[4] = {-10, -3, 3, 10};
 constexpr int8_t level_of(int bits, int code) {

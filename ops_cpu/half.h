@@ -30,7 +30,8 @@ static inline uint16_t float_to_half(float x) {
   const uint32_t u = float_bits(x), sign = u >> 16 & 0x8000, a = u & 0x7FFFFFFF;
   if (a > 0x7F800000) return static_cast<uint16_t>(sign | 0x7E00 | (a >> 13 & 0x3FF));
   if (a >= 0x477FF000) return static_cast<uint16_t>(sign | 0x7C00);  // rounds past 65504
-  if (a < 0x38800000) {  // subnormal: adding 0.5 leaves the rounded multiple of 2^-24 in the low bits
+  if (a <
+      0x38800000) {  // subnormal: adding 0.5 leaves the rounded multiple of 2^-24 in the low bits
     const float shifted = bits_float(a) + 0.5f;
     return static_cast<uint16_t>(sign | (float_bits(shifted) - 0x3F000000));
   }
@@ -38,7 +39,9 @@ static inline uint16_t float_to_half(float x) {
   return static_cast<uint16_t>(sign | rounded >> 13);
 }
 
-static inline float bfloat_to_float(uint16_t h) { return bits_float(static_cast<uint32_t>(h) << 16); }
+static inline float bfloat_to_float(uint16_t h) {
+  return bits_float(static_cast<uint32_t>(h) << 16);
+}
 
 static inline uint16_t float_to_bfloat(float x) {
   const uint32_t u = float_bits(x);

@@ -1,6 +1,6 @@
 // The function table that every instruction set fills. Kernels take raw pointers, allocate nothing
-// and know neither torch nor the cache; a vector's floats are summed in the order of docs/formats.md,
-// so that the tiers agree bit for bit.
+// and know neither torch nor the cache; a vector's floats are summed in the order of
+// docs/formats.md, so that the tiers agree bit for bit.
 #pragma once
 #include <cstdint>
 
@@ -47,11 +47,10 @@ struct AttentionKernels {
   // Integers of a query row, integer_bytes(exact) * dim bytes in the tier's own order within each
   // four channels, with their sum and their unit.
   void (*quantize_query)(const float* x, int dim, bool exact, void* out, int32_t* sum, float* unit);
-  // scores[rows, 64] = sum over channels of level * query. `next` is prefetched meanwhile: records of
-  // one head lie a page apart, out of reach of the hardware's prefetchers.
+  // scores[rows, 64] = sum over channels of level * query. `next` is prefetched meanwhile: records
+  // of one head lie a page apart, out of reach of the hardware's prefetchers.
   void (*score_tile)(const uint8_t* codes, const uint8_t* next, int dim, int bits,
-                     const void* query, bool exact, const int32_t* sums, int rows,
-                     int32_t* scores);
+                     const void* query, bool exact, const int32_t* sums, int rows, int32_t* scores);
   // out[64] = scores * (key_scale * unit) + mean_score.
   void (*scale_scores)(const int32_t* scores, const uint16_t* key_scales, float unit,
                        float mean_score, float* out);
@@ -66,8 +65,8 @@ struct AttentionKernels {
                             int32_t* sum);
   // acc[rows, dim] += unit * sum over tokens of level * weight, prefetching `next`.
   void (*accumulate_tile)(const uint8_t* codes, const uint8_t* next, int dim, int bits,
-                          const void* weights, bool exact, const int32_t* sums,
-                          const float* units, int rows, float* acc);
+                          const void* weights, bool exact, const int32_t* sums, const float* units,
+                          int rows, float* acc);
   // scores[rows, 64] of up to 64 exact keys, `stride` elements apart.
   void (*score_exact)(const void* keys, Float type, int64_t stride, int tokens, int dim,
                       const float* query, int rows, float* scores);

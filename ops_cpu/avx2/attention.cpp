@@ -8,8 +8,8 @@
 #include "ops_cpu/region.h"
 
 KVQ_TARGET_BEGIN("avx2,f16c")
-#include "ops_cpu/avx2/lanes.h"
 #include "ops_cpu/avx2/decode.h"
+#include "ops_cpu/avx2/lanes.h"
 
 namespace kvq::avx2 {
 namespace {
@@ -141,8 +141,8 @@ inline void prefetch(const uint8_t* p) {
 }
 
 template <int kBits, int kRows, bool kExact>
-void score_rows(const uint8_t* packed, const uint8_t* next, int dim, const uint8_t* query, const int32_t* sums,
-                int32_t* scores) {
+void score_rows(const uint8_t* packed, const uint8_t* next, int dim, const uint8_t* query,
+                const int32_t* sums, int32_t* scores) {
   using Decode = Decoder<kBits, largest_level(kBits)>;
   const Decode decode;
   constexpr int kBytes = integer_bytes(kExact);
@@ -184,9 +184,9 @@ void accumulate_rows(const uint8_t* packed, const uint8_t* next, int dim, const 
     }
     for (int r = 0; r < kRows; ++r) {
       float* a = acc + r * dim + d;
-      _mm256_storeu_ps(a, _mm256_add_ps(_mm256_loadu_ps(a),
-                                        _mm256_mul_ps(_mm256_cvtepi32_ps(sum[r]),
-                                                      _mm256_set1_ps(factors[r]))));
+      _mm256_storeu_ps(
+          a, _mm256_add_ps(_mm256_loadu_ps(a),
+                           _mm256_mul_ps(_mm256_cvtepi32_ps(sum[r]), _mm256_set1_ps(factors[r]))));
     }
   }
 }
@@ -198,10 +198,17 @@ void score_all(const uint8_t* packed, const uint8_t* next, int dim, const void* 
     const uint8_t* q = static_cast<const uint8_t*>(query) + r * dim * integer_bytes(kExact);
     int32_t* out = scores + r * kTileTokens;
     switch (rows - r) {
-      case 1: score_rows<kBits, 1, kExact>(packed, next, dim, q, sums + r, out); break;
-      case 2: score_rows<kBits, 2, kExact>(packed, next, dim, q, sums + r, out); break;
-      case 3: score_rows<kBits, 3, kExact>(packed, next, dim, q, sums + r, out); break;
-      default: score_rows<kBits, 4, kExact>(packed, next, dim, q, sums + r, out);
+      case 1:
+        score_rows<kBits, 1, kExact>(packed, next, dim, q, sums + r, out);
+        break;
+      case 2:
+        score_rows<kBits, 2, kExact>(packed, next, dim, q, sums + r, out);
+        break;
+      case 3:
+        score_rows<kBits, 3, kExact>(packed, next, dim, q, sums + r, out);
+        break;
+      default:
+        score_rows<kBits, 4, kExact>(packed, next, dim, q, sums + r, out);
     }
   }
 }
@@ -214,18 +221,25 @@ void accumulate_all(const uint8_t* packed, const uint8_t* next, int dim, const v
         static_cast<const uint8_t*>(weights) + r * kTileTokens * integer_bytes(kExact);
     float* out = acc + r * dim;
     switch (rows - r) {
-      case 1: accumulate_rows<kBits, 1, kExact>(packed, next, dim, w, sums + r, factors + r, out); break;
-      case 2: accumulate_rows<kBits, 2, kExact>(packed, next, dim, w, sums + r, factors + r, out); break;
-      case 3: accumulate_rows<kBits, 3, kExact>(packed, next, dim, w, sums + r, factors + r, out); break;
-      default: accumulate_rows<kBits, 4, kExact>(packed, next, dim, w, sums + r, factors + r, out);
+      case 1:
+        accumulate_rows<kBits, 1, kExact>(packed, next, dim, w, sums + r, factors + r, out);
+        break;
+      case 2:
+        accumulate_rows<kBits, 2, kExact>(packed, next, dim, w, sums + r, factors + r, out);
+        break;
+      case 3:
+        accumulate_rows<kBits, 3, kExact>(packed, next, dim, w, sums + r, factors + r, out);
+        break;
+      default:
+        accumulate_rows<kBits, 4, kExact>(packed, next, dim, w, sums + r, factors + r, out);
     }
   }
 }
 
 void score_tile(const uint8_t* codes, const uint8_t* next, int dim, int bits, const void* query,
                 bool exact, const int32_t* sums, int rows, int32_t* scores) {
-  using Score = void (*)(const uint8_t*, const uint8_t*, int, const void*, const int32_t*, int,
-                         int32_t*);
+  using Score =
+      void (*)(const uint8_t*, const uint8_t*, int, const void*, const int32_t*, int, int32_t*);
   static constexpr Score score[3][2] = {{score_all<2, false>, score_all<2, true>},
                                         {score_all<3, false>, score_all<3, true>},
                                         {score_all<4, false>, score_all<4, true>}};
@@ -233,7 +247,8 @@ void score_tile(const uint8_t* codes, const uint8_t* next, int dim, int bits, co
 }
 
 void accumulate_tile(const uint8_t* codes, const uint8_t* next, int dim, int bits,
-                     const void* weights, bool exact, const int32_t* sums, const float* units, int rows, float* acc) {
+                     const void* weights, bool exact, const int32_t* sums, const float* units,
+                     int rows, float* acc) {
   using Accumulate = void (*)(const uint8_t*, const uint8_t*, int, const void*, const int32_t*,
                               const float*, int, float*);
   static constexpr Accumulate accumulate[3][2] = {
@@ -300,8 +315,7 @@ float quantize_weights(const float* p, const uint16_t* value_scales, bool exact,
   for (int t = 0; t < kTileTokens; t += 8) {
     const __m256 w = _mm256_loadu_ps(p + t);
     const __m256 used = _mm256_cmp_ps(w, _mm256_setzero_ps(), _CMP_GT_OQ);
-    const __m256 v =
-        _mm256_and_ps(_mm256_mul_ps(w, load8(value_scales, Float::kFloat16, t)), used);
+    const __m256 v = _mm256_and_ps(_mm256_mul_ps(w, load8(value_scales, Float::kFloat16, t)), used);
     _mm256_store_ps(u + t, v);
     max = _mm256_max_ps(v, max);
   }
@@ -364,7 +378,8 @@ void accumulate_exact_rows(const uint8_t* values, Float type, int64_t step, int 
     for (int r = 0; r < kRows; ++r)
       for (int i = 0; i < 2; ++i) a[r][i] = _mm256_loadu_ps(acc + r * dim + d + 8 * i);
     for (int t = 0; t < tokens; ++t) {
-      const __m256 v[2] = {load8(values + t * step, type, d), load8(values + t * step, type, d + 8)};
+      const __m256 v[2] = {load8(values + t * step, type, d),
+                           load8(values + t * step, type, d + 8)};
       for (int r = 0; r < kRows; ++r) {
         const __m256 w = _mm256_set1_ps(p[r * kTileTokens + t]);
         for (int i = 0; i < 2; ++i) a[r][i] = _mm256_add_ps(a[r][i], _mm256_mul_ps(w, v[i]));
@@ -391,10 +406,17 @@ void accumulate_exact(const void* values, Float type, int64_t stride, int tokens
     const float* w = p + r * kTileTokens;
     float* a = acc + r * dim;
     switch (rows - r) {
-      case 1: accumulate_exact_rows<1>(v, type, step, tokens, dim, w, a); break;
-      case 2: accumulate_exact_rows<2>(v, type, step, tokens, dim, w, a); break;
-      case 3: accumulate_exact_rows<3>(v, type, step, tokens, dim, w, a); break;
-      default: accumulate_exact_rows<4>(v, type, step, tokens, dim, w, a);
+      case 1:
+        accumulate_exact_rows<1>(v, type, step, tokens, dim, w, a);
+        break;
+      case 2:
+        accumulate_exact_rows<2>(v, type, step, tokens, dim, w, a);
+        break;
+      case 3:
+        accumulate_exact_rows<3>(v, type, step, tokens, dim, w, a);
+        break;
+      default:
+        accumulate_exact_rows<4>(v, type, step, tokens, dim, w, a);
     }
   }
 }

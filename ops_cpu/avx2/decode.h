@@ -16,7 +16,8 @@ struct LevelTable {
   alignas(32) int8_t byte[32];
   constexpr LevelTable() : byte() {
     for (int i = 0; i < 32; ++i)
-      byte[i] = static_cast<int8_t>(level_of(kBits, (i & 15) >> kShift & ((1 << kBits) - 1)) + kOffset);
+      byte[i] =
+          static_cast<int8_t>(level_of(kBits, (i & 15) >> kShift & ((1 << kBits) - 1)) + kOffset);
   }
 };
 

@@ -14,43 +14,47 @@ KVQ_TARGET_BEGIN("avx2,f16c")
 namespace kvq::avx2 {
 namespace {
 
-// floor(2 u) of 16 values as int16, saturated. A midpoint m is a multiple of one half, so
-// m <= u is 2 m <= floor(2 u).
-inline __m256i doubled_floor16(const float* z, __m256 step) {
-  const __m256 two = _mm256_set1_ps(2.0f);
-  const __m256 limit = _mm256_set1_ps(20000.0f);
-  __m256i half[2];
-  for (int i = 0; i < 2; ++i) {
-    const __m256 u = _mm256_mul_ps(_mm256_loadu_ps(z + 8 * i), step);
-    __m256 v = _mm256_floor_ps(_mm256_mul_ps(u, two));
-    v = _mm256_max_ps(_mm256_min_ps(v, limit), _mm256_sub_ps(_mm256_setzero_ps(), limit));
-    half[i] = _mm256_cvtps_epi32(v);
-  }
-  return _mm256_permute4x64_epi64(_mm256_packs_epi32(half[0], half[1]), 0xD8);
-}
+// The magnitudes of a codebook. Codebooks are symmetric and their midpoints are multiples of one
+// half, so a magnitude follows from floor(2 u) alone: below zero from its complement.
+template <int kBits>
+struct Magnitudes {
+  static constexpr int kCount = 1 << (kBits - 1);
+  alignas(32) int8_t level[32];  // twice, for both halves of a register
+  int8_t twice[kCount - 1];      // twice the midpoints between them, less one
 
-struct Tables {
-  __m256i level;  // levels, the table in both halves
-  int count;
-  int8_t twice[15];  // twice the midpoints
-
-  explicit Tables(const Codebook& book) : count(book.count) {
-    alignas(32) int8_t both[32] = {};
-    for (int i = 0; i < count; ++i) both[i] = both[16 + i] = book.level[i];
-    level = _mm256_load_si256(reinterpret_cast<const __m256i*>(both));
-    for (int i = 0; i + 1 < count; ++i) twice[i] = static_cast<int8_t>(2 * book.midpoint[i]);
+  constexpr Magnitudes() : level(), twice() {
+    for (int i = 0; i < 32; ++i)
+      level[i] = i % 16 < kCount ? level_of(kBits, kCount + i % 16) : int8_t{0};
+    for (int i = 0; i + 1 < kCount; ++i)
+      twice[i] = static_cast<int8_t>(level[i] + level[i + 1] - 1);
   }
 };
+template <int kBits>
+constexpr Magnitudes<kBits> kMagnitudes;
 
-// Codes of 32 channels: how many midpoints are <= u.
-inline __m256i codes32(const float* z, __m256 step, const Tables& t) {
-  const __m256i v = _mm256_permute4x64_epi64(
-      _mm256_packs_epi16(doubled_floor16(z, step), doubled_floor16(z + 16, step)), 0xD8);
-  __m256i code = _mm256_setzero_si256();
-  for (int m = 0; m + 1 < t.count; ++m)
-    code = _mm256_sub_epi8(
-        code, _mm256_cmpgt_epi8(v, _mm256_set1_epi8(static_cast<char>(t.twice[m] - 1))));
-  return code;
+// Magnitude index of 32 channels, and -1 where a channel is negative.
+struct Indices {
+  __m256i magnitude, sign;
+};
+
+template <int kBits>
+inline Indices indices32(const float* z, __m256 doubled_step) {
+  __m256i v[4];
+  for (int i = 0; i < 4; ++i)
+    v[i] =
+        _mm256_cvtps_epi32(_mm256_floor_ps(_mm256_mul_ps(_mm256_load_ps(z + 8 * i), doubled_step)));
+  const __m256i packed =
+      _mm256_packs_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
+  const __m256i floor2 =
+      _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  Indices out{_mm256_setzero_si256(), _mm256_cmpgt_epi8(_mm256_setzero_si256(), floor2)};
+  const __m256i w = _mm256_xor_si256(floor2, out.sign);
+  using Table = Magnitudes<kBits>;
+#pragma GCC unroll 7
+  for (int i = 0; i + 1 < Table::kCount; ++i)
+    out.magnitude = _mm256_sub_epi8(
+        out.magnitude, _mm256_cmpgt_epi8(w, _mm256_set1_epi8(kMagnitudes<kBits>.twice[i])));
+  return out;
 }
 
 inline int sum_epi32(__m256i v) {
@@ -59,56 +63,88 @@ inline int sum_epi32(__m256i v) {
   return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xB1)));
 }
 
-void encode_vector(const float* z, int dim, int bits, uint8_t* codes, uint16_t* scale) {
-  const Codebook& book = codebook(bits);
-  const Tables tables(book);
-  // A dim of 16 more than a multiple of 32 is padded: its zeros are not counted below.
-  alignas(32) float padded[kMaxHeadDim + 16];
-  std::memcpy(padded, z, sizeof(float) * dim);
-  std::memset(padded + dim, 0, sizeof(float) * 16);
+// <z, c> and <c, c> for the codes under one step; z is padded with zeros to a multiple of 32.
+template <int kBits>
+void try_step(const float* z, int dim, float step, float* product, float* norm) {
+  const __m256i levels =
+      _mm256_load_si256(reinterpret_cast<const __m256i*>(kMagnitudes<kBits>.level));
+  const __m256 doubled_step = _mm256_set1_ps(2.0f * step);
+  __m256 lo = _mm256_setzero_ps(), hi = lo;
+  __m256i squares = _mm256_setzero_si256();
+  for (int d = 0; d < dim; d += 32) {
+    const Indices index = indices32<kBits>(z + d, doubled_step);
+    __m256i magnitude = _mm256_shuffle_epi8(levels, index.magnitude);
+    if (d + 16 == dim)  // drop the padding
+      magnitude = _mm256_permute2x128_si256(magnitude, magnitude, 0x80);
+    squares = _mm256_add_epi32(
+        squares,
+        _mm256_madd_epi16(_mm256_maddubs_epi16(magnitude, magnitude), _mm256_set1_epi16(1)));
+    const __m256i level = _mm256_sub_epi8(_mm256_xor_si256(magnitude, index.sign), index.sign);
+    const __m128i half[2] = {_mm256_castsi256_si128(level), _mm256_extracti128_si256(level, 1)};
+    for (int i = 0; i < 2; ++i) {
+      const __m256 a = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(half[i]));
+      const __m256 b = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(half[i], 8)));
+      lo = _mm256_add_ps(lo, _mm256_mul_ps(_mm256_load_ps(z + d + 16 * i), a));
+      hi = _mm256_add_ps(hi, _mm256_mul_ps(_mm256_load_ps(z + d + 16 * i + 8), b));
+    }
+  }
+  *product = fold(lo, hi);
+  *norm = static_cast<float>(sum_epi32(squares));
+}
 
+template <int kBits>
+void write_codes(const float* z, int dim, float step, uint8_t* codes) {
+  alignas(32) uint8_t out[kMaxHeadDim + 16];
+  for (int d = 0; d < dim; d += 32) {
+    const Indices index = indices32<kBits>(z + d, _mm256_set1_ps(2.0f * step));
+    const __m256i code =
+        _mm256_add_epi8(_mm256_xor_si256(index.magnitude, index.sign),
+                        _mm256_set1_epi8(static_cast<char>(Magnitudes<kBits>::kCount)));
+    _mm256_store_si256(reinterpret_cast<__m256i*>(out + d), code);
+  }
+  std::memcpy(codes, out, dim);
+}
+
+float root_mean_square(const float* z, int dim) {
   __m256 lo = _mm256_setzero_ps(), hi = lo;
   for (int d = 0; d < dim; d += 16) {
-    const __m256 a = _mm256_load_ps(padded + d), b = _mm256_load_ps(padded + d + 8);
+    const __m256 a = _mm256_load_ps(z + d), b = _mm256_load_ps(z + d + 8);
     lo = _mm256_add_ps(lo, _mm256_mul_ps(a, a));
     hi = _mm256_add_ps(hi, _mm256_mul_ps(b, b));
   }
-  const float rms = std::sqrt(fold(lo, hi) / static_cast<float>(dim));
+  return std::sqrt(fold(lo, hi) / static_cast<float>(dim));
+}
 
-  alignas(32) uint8_t trial[kMaxHeadDim + 16];
-  alignas(32) int8_t levels[kMaxHeadDim + 16];
-  float best = -1.0f, best_scale = 0.0f;
+template <int kBits>
+void encode_bits(const float* z, int dim, uint8_t* codes, uint16_t* scale) {
+  const float per_sigma = codebook(kBits).per_sigma;
+  alignas(32) float padded[kMaxHeadDim + 16];
+  std::memcpy(padded, z, sizeof(float) * dim);
+  std::memset(padded + dim, 0, sizeof(float) * 16);
+  const float rms = root_mean_square(padded, dim);
+
+  float step[kScaleCandidates], product[kScaleCandidates], norm[kScaleCandidates];
   for (int g = 0; g < kScaleCandidates; ++g) {
-    const float step = rms > 0.0f ? book.per_sigma / (rms * kScaleCandidate[g]) : 0.0f;
-    __m256i squares = _mm256_setzero_si256();
-    for (int d = 0; d < dim; d += 32) {
-      const __m256i code = codes32(padded + d, _mm256_set1_ps(step), tables);
-      _mm256_store_si256(reinterpret_cast<__m256i*>(trial + d), code);
-      __m256i level = _mm256_shuffle_epi8(tables.level, code);
-      if (d + 16 == dim)
-        level = _mm256_permute2x128_si256(level, level, 0x80);  // drop the padding
-      _mm256_store_si256(reinterpret_cast<__m256i*>(levels + d), level);
-      const __m256i magnitude = _mm256_abs_epi8(level);
-      squares = _mm256_add_epi32(
-          squares, _mm256_madd_epi16(_mm256_maddubs_epi16(magnitude, magnitude),
-                                     _mm256_set1_epi16(1)));
-    }
-    lo = hi = _mm256_setzero_ps();
-    for (int d = 0; d < dim; d += 16) {
-      lo = _mm256_add_ps(lo, _mm256_mul_ps(_mm256_load_ps(padded + d), load8_s8(levels + d)));
-      hi = _mm256_add_ps(hi,
-                         _mm256_mul_ps(_mm256_load_ps(padded + d + 8), load8_s8(levels + d + 8)));
-    }
-    const float product = fold(lo, hi), norm = static_cast<float>(sum_epi32(squares));
-    const float gain = product * product / norm;
-    if (gain > best) {
-      best = gain;
-      best_scale = product / norm;
-      std::memcpy(codes, trial, dim);
+    step[g] = rms > 0.0f ? per_sigma / (rms * kScaleCandidate[g]) : 0.0f;
+    try_step<kBits>(padded, dim, step[g], &product[g], &norm[g]);
+  }
+  int best = 0;
+  float best_gain = product[0] * product[0] / norm[0];
+  for (int g = 1; g < kScaleCandidates; ++g) {
+    const float gain = product[g] * product[g] / norm[g];
+    if (gain > best_gain) {
+      best_gain = gain;
+      best = g;
     }
   }
-  if (!(rms > 0.0f)) best_scale = 0.0f;
-  *scale = float_to_half(best_scale < kLargestInput ? best_scale : kLargestInput);
+  write_codes<kBits>(padded, dim, step[best], codes);
+  const float value = rms > 0.0f ? product[best] / norm[best] : 0.0f;
+  *scale = float_to_half(value < kLargestInput ? value : kLargestInput);
+}
+
+void encode_vector(const float* z, int dim, int bits, uint8_t* codes, uint16_t* scale) {
+  const auto encode = bits == 4 ? encode_bits<4> : bits == 3 ? encode_bits<3> : encode_bits<2>;
+  encode(z, dim, codes, scale);
 }
 
 }  // namespace

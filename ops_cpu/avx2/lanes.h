@@ -21,8 +21,7 @@ inline __m256 load8_s8(const int8_t* p) {
 // Sixteen lanes in two registers, folded 8, 4, 2 and 1 apart.
 inline float fold(__m256 lo, __m256 hi) {
   const __m256 eight = _mm256_add_ps(lo, hi);
-  const __m128 four =
-      _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
 }

@@ -36,15 +36,15 @@ void store(const float* in, void* out, Float type, int64_t count) {
 
 // Butterflies of distance 1 and 2 (and 4 when `length` reaches 8) stay inside a register.
 inline __m256 butterfly_in_register(__m256 x, int length) {
-  const __m256 odd = _mm256_castsi256_ps(_mm256_setr_epi32(0, INT32_MIN, 0, INT32_MIN, 0,
-                                                           INT32_MIN, 0, INT32_MIN));
-  const __m256 upper = _mm256_castsi256_ps(_mm256_setr_epi32(0, 0, INT32_MIN, INT32_MIN, 0, 0,
-                                                             INT32_MIN, INT32_MIN));
+  const __m256 odd = _mm256_castsi256_ps(
+      _mm256_setr_epi32(0, INT32_MIN, 0, INT32_MIN, 0, INT32_MIN, 0, INT32_MIN));
+  const __m256 upper = _mm256_castsi256_ps(
+      _mm256_setr_epi32(0, 0, INT32_MIN, INT32_MIN, 0, 0, INT32_MIN, INT32_MIN));
   x = _mm256_add_ps(_mm256_permute_ps(x, 0xB1), _mm256_xor_ps(x, odd));
   x = _mm256_add_ps(_mm256_permute_ps(x, 0x4E), _mm256_xor_ps(x, upper));
   if (length < 8) return x;
-  const __m256 high = _mm256_castsi256_ps(_mm256_setr_epi32(0, 0, 0, 0, INT32_MIN, INT32_MIN,
-                                                            INT32_MIN, INT32_MIN));
+  const __m256 high = _mm256_castsi256_ps(
+      _mm256_setr_epi32(0, 0, 0, 0, INT32_MIN, INT32_MIN, INT32_MIN, INT32_MIN));
   return _mm256_add_ps(_mm256_permute2f128_ps(x, x, 1), _mm256_xor_ps(x, high));
 }
 

@@ -86,8 +86,7 @@ float score_mean(const float* query, const int8_t* mean, float mean_scale, int d
   float lane[16];
   for (int j = 0; j < 16; ++j) lane[j] = query[j] * static_cast<float>(mean[j]);
   for (int i = 16; i < dim; i += 16)
-    for (int j = 0; j < 16; ++j)
-      lane[j] = lane[j] + query[i + j] * static_cast<float>(mean[i + j]);
+    for (int j = 0; j < 16; ++j) lane[j] = lane[j] + query[i + j] * static_cast<float>(mean[i + j]);
   return fold(lane) * mean_scale;
 }
 
@@ -126,8 +125,8 @@ float quantize_weights(const float* p, const uint16_t* value_scales, bool exact,
   return any ? largest / limit : 0.0f;
 }
 
-void accumulate_tile(const uint8_t* packed, const uint8_t*, int dim, int bits,
-                     const void* weights, bool exact, const int32_t*, const float* units, int rows, float* acc) {
+void accumulate_tile(const uint8_t* packed, const uint8_t*, int dim, int bits, const void* weights,
+                     bool exact, const int32_t*, const float* units, int rows, float* acc) {
   Decoded& d = decoded();
   unpack_values(packed, dim, bits, d.codes);
   decode_levels(d.codes, kTileTokens * dim, bits, d.levels);
@@ -176,8 +175,8 @@ void accumulate_exact(const void* values, Float type, int64_t stride, int tokens
 }  // namespace
 
 const AttentionKernels attention{
-    quantize_query, score_tile,       scale_scores,    score_mean,  softmax,
-    quantize_weights, accumulate_tile, score_exact, accumulate_exact,
+    quantize_query,   score_tile,      scale_scores, score_mean,       softmax,
+    quantize_weights, accumulate_tile, score_exact,  accumulate_exact,
 };
 
 }  // namespace kvq::scalar

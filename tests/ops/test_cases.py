@@ -35,7 +35,7 @@ AXES: dict[str, tuple[Callable[[Case], Any], tuple[Any, ...]]] = {
     "row of padding": (lambda case: max(case.starts) >= case.length > 0, (True,)),
     "shared pages": (lambda case: case.shared_pages, (True, False)),
     "cut": (lambda case: min(case.steps) < 0, (True, False)),
-    "data": (lambda case: case.data, ("normal", "zeros", "tiny", "equal", "large", "outliers")),
+    "data": (lambda case: case.data, tuple(cases.DATA)),
 }
 
 

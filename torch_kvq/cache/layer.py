@@ -117,8 +117,8 @@ class KVQLayer(CacheLayer):
             Handles of all keys and all values, for attention functions.
 
         Raises:
-            ValueError: shapes outside the above, or others than the layer holds.
-            TypeError: another dtype.
+            ValueError: shapes or a dtype outside the above, or others than the layer holds.
+            TypeError: something else than tensors.
             IndexError: more tokens than ``max_cache_len``.
         """
         state = self.state

@@ -1,0 +1,94 @@
+"""The memory report is what is allocated."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from torch_kvq import KVQLayer, MemoryReport
+from torch_kvq.cache.cache import KVQCache
+
+
+def allocated(cache: KVQCache) -> int:
+    """Bytes of the storages of all tensors that the cache's objects hold."""
+    storages = {}
+    seen, queue = set(), [cache]
+    while queue:
+        item = queue.pop()
+        if id(item) in seen or isinstance(item, type):
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            storages[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
+        elif isinstance(item, (list, tuple, dict)) or hasattr(item, "__dict__"):
+            queue += [
+                child
+                for child in gc.get_referents(item)
+                if not callable(child) or isinstance(child, torch.Tensor)
+            ]
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("options", [{}, {"max_cache_len": 1000}], ids=["grow", "static"])
+@pytest.mark.parametrize("tokens", [5, 200, 700])
+@pytest.mark.parametrize("bits", [4, "4/2", 16])
+def test_report_is_the_sum_of_all_tensors(
+    bits: int | str, tokens: int, options: dict[str, int]
+) -> None:
+    cache = KVQCache(bits, **options)
+    for layer_idx in range(3):
+        cache.update(*torch.randn(2, 2, 2, tokens, 64).bfloat16(), layer_idx=layer_idx)
+        cache.layers[layer_idx].attend(torch.randn(2, 4, 1, 64))
+    for layer_idx in range(3):
+        cache.update(*torch.randn(2, 2, 2, 90, 64).bfloat16(), layer_idx=layer_idx)
+    report = cache.memory_report()
+    assert report.total_bytes == sum(report.parts.values()) == allocated(cache)
+    assert report.tokens == 2 * (tokens + 90) and report.layers == 3
+    assert report.fp16_bytes == 3 * report.tokens * 2 * (64 + 64) * 2
+    assert report.ratio == report.fp16_bytes / report.total_bytes
+
+
+def test_padding_is_not_a_token() -> None:
+    cache = KVQCache(4)
+    cache.update(*torch.randn(2, 2, 2, 100, 32), layer_idx=0)
+    mask = torch.arange(100) >= torch.tensor([[40], [0]])
+    cache.layers[0].attend(torch.randn(2, 2, 1, 32), mask[:, None, None])
+    assert cache.memory_report().tokens == 200, "one query does not show who is padding"
+    cache.reset()
+    cache.update(*torch.randn(2, 2, 2, 100, 32), layer_idx=0)
+    cache.layers[0].attend(torch.randn(2, 2, 100, 32), mask[:, None, None])
+    assert cache.memory_report().tokens == 160
+
+
+def test_prompt_that_waits_for_its_attention_is_counted() -> None:
+    layer = KVQLayer(4)
+    layer.update(*torch.randn(2, 1, 2, 100, 32))
+    assert layer.memory_parts()["pending"] == 2 * 2 * 100 * 32 * 4
+
+
+def test_long_context_is_small() -> None:
+    cache = KVQCache(4)
+    cache.update(*torch.randn(2, 1, 2, 8192, 128).half(), layer_idx=0)
+    cache.layers[0].flush()
+    assert 3.5 < cache.memory_report().ratio < 3.8
+
+
+def test_text() -> None:
+    report = MemoryReport(3 << 20, 6 << 20, {"tiles": 2 << 20, "exact": 1 << 20}, 100, 2)
+    assert str(report).splitlines() == [
+        "3.00 MiB for 100 tokens in 2 layers; fp16 would take 6.00 MiB, 2.00 times as much",
+        "  tiles 2.00 MiB",
+        "  exact 1.00 MiB",
+    ]
+    assert MemoryReport(0, 0).ratio == 0
+
+
+def test_repr() -> None:
+    cache = KVQCache("4/3")
+    assert repr(cache) == "KVQCache(bits=4/3, layers=0, tokens=0, bytes=0)"
+    cache.update(*torch.randn(2, 1, 2, 300, 32), layer_idx=0)
+    cache.layers[0].flush()
+    size = cache.memory_report().total_bytes
+    assert repr(cache) == f"KVQCache(bits=4/3, layers=1, tokens=300, bytes={size})"
