@@ -13,6 +13,8 @@ struct Tiers {
   const Kernels scalar{"scalar", &scalar::transform, &scalar::encode, &scalar::attention};
 #if defined(__x86_64__)
   const Kernels avx2{"avx2", &avx2::transform, &avx2::encode, &avx2::attention};
+  const Kernels avx512vnni{"avx512vnni", &avx512vnni::transform, &avx512vnni::encode,
+                           &avx512vnni::attention};
 #endif
   const Kernels* list[8] = {};
 
@@ -20,7 +22,12 @@ struct Tiers {
     int n = 0;
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) list[n++] = &avx2;
+    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+    if (has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi"))
+      list[n++] = &avx512vnni;
+    if (has_avx2) list[n++] = &avx2;
 #endif
     list[n++] = &scalar;
   }

@@ -92,6 +92,11 @@ extern const TransformKernels transform;
 extern const EncodeKernels encode;
 extern const AttentionKernels attention;
 }  // namespace avx2
+namespace avx512vnni {
+extern const TransformKernels transform;
+extern const EncodeKernels encode;
+extern const AttentionKernels attention;
+}  // namespace avx512vnni
 
 // Tables of this machine, fastest first, ended by null.
 const Kernels* const* available();

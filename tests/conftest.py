@@ -18,15 +18,23 @@ def pytest_report_header() -> str:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a test with a ``tier`` argument on every instruction set of this machine."""
+    """Run a test on every instruction set of this machine.
+
+    One with a ``tier`` argument is about the kernels; one with ``capability`` is about what an
+    operator means, so it runs on the references where no kernels are built.
+    """
     if "tier" in metafunc.fixturenames:
         reason = "the compiled kernels are not built"
         absent = [pytest.param("reference", marks=pytest.mark.skip(reason=reason))]
         metafunc.parametrize("tier", TIERS or absent, indirect=True)
+    if "capability" in metafunc.fixturenames:
+        metafunc.parametrize("capability", CAPABILITIES.available, indirect=True)
 
 
-@pytest.fixture
-def tier(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Kernels of one instruction set are active during the test."""
+def _activate(request: pytest.FixtureRequest) -> Iterator[str]:
     with torch_kvq.cpu_capability(request.param):
         yield request.param
+
+
+tier = pytest.fixture(_activate, name="tier")
+capability = pytest.fixture(_activate, name="capability")

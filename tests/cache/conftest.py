@@ -15,3 +15,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Random numbers are the same in every run."""
+    torch.manual_seed(0)

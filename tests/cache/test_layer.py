@@ -193,7 +193,8 @@ def test_gradients_stop_at_the_layer() -> None:
     layer = KVQLayer(16, **SMALL)
     for tokens in (100, 1):
         key, value = random(2, 1, 2, tokens, 32).requires_grad_()
-        layer.update(key, value)
+        for handle in layer.update(key, value):
+            assert not handle.new.requires_grad
         layer.attend(random(1, 4, tokens, 32))
     assert layer.state is not None
     assert not any(tensor.requires_grad for tensor in layer.state.tensors)

@@ -141,6 +141,27 @@ def test_cut_to_the_window_leaves_tiles_alone(mode: dict[str, int]) -> None:
     assert_same_row(layer, 0, other, 0)
 
 
+@MODES
+def test_tokens_that_wait_for_their_attention_can_be_cut(mode: dict[str, int]) -> None:
+    layer = KVQLayer(16, **SMALL, **mode)
+    data = normal(2, 1, 2, 200, 32)
+    layer.update(*data)
+    layer.crop(-30)
+    assert int(layer.get_seq_length()) == 170
+    assert torch.equal(layer.materialize(170)[0], data[0, :, :, :170])
+
+
+def test_static_tensors_stay_where_they_are() -> None:
+    layer = KVQLayer(4, **SMALL, max_cache_len=400)
+    fill(layer, normal(2, 2, 2, 200, 32), [0, 30], [200])
+    before = [tensor.data_ptr() for tensor in layer.state.tensors]
+    layer.reorder_cache(torch.tensor([1, 1]))
+    layer.crop(-90)
+    layer.update(*normal(2, 2, 2, 150, 32))
+    layer.reset()
+    assert [tensor.data_ptr() for tensor in layer.state.tensors] == before
+
+
 def test_crop_gives_pages_back() -> None:
     layer = KVQLayer(4, **SMALL)
     fill(layer, normal(2, 1, 2, 500, 32), [0], [500])

@@ -174,6 +174,23 @@ def test_mask_of_flash_attention_is_padding_alone() -> None:
     assert layer.materialized == 0
 
 
+@pytest.mark.parametrize("name", ["sdpa", "kvq"])
+def test_arguments_reach_packed_attention(name: str) -> None:
+    layer = packed()._new_layer()
+    layer.update(*torch.randn(2, 1, 2, 120, 32))
+    layer.attend(torch.randn(1, 4, 1, 32))
+    query, sinks = torch.randn(1, 4, 3, 32), torch.randn(4, requires_grad=True)
+    handles = layer.update(*torch.randn(2, 1, 2, 3, 32))
+    out, weights = ALL_ATTENTION_FUNCTIONS[name](
+        torch.nn.Module(), query, *handles, None, scaling=0.5, softcap=2.0, s_aux=sinks, dropout=0.0
+    )
+    want = layer.attend(query, scale=0.5, is_causal=True, softcap=2.0, sinks=sinks)
+    assert weights is None and torch.equal(out, want.transpose(1, 2))
+    for changes in ({"scale": None}, {"softcap": None}, {"sinks": None}, {"is_causal": False}):
+        options = {"scale": 0.5, "is_causal": True, "softcap": 2.0, "sinks": sinks} | changes
+        assert not torch.allclose(layer.attend(query, **options), want, atol=1e-3)
+
+
 @pytest.mark.parametrize("padded", [False, True])
 def test_compiled_decoding_is_one_graph(padded: bool) -> None:
     model = tiny_model("llama")

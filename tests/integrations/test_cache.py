@@ -59,6 +59,14 @@ def test_head_dims_without_a_format_keep_their_layers(caplog: pytest.LogCaptureF
         model(PROMPT, past_key_values=KVQCache())
 
 
+def test_layers_can_have_options_of_their_own() -> None:
+    model = tiny_model("llama")
+    cache = KVQCache(2, config=model.config)
+    cache.layers[0] = KVQLayer(4)
+    model.generate(PROMPT, past_key_values=cache, **GREEDY)
+    assert [layer.options.bits for layer in cache.layers] == ["4", "2"]
+
+
 def test_sliding_layers_are_packed_without_a_layout() -> None:
     """A cache that knows no config packs every layer, whose mask has the window in it."""
     model = tiny_model("mistral-window")

@@ -68,7 +68,7 @@ def attended_tokens(case: Case) -> list[int]:
 
 
 @pytest.mark.parametrize("bits", cases.BITS, ids=str)
-def test_chunks_do_not_change_the_state(tier: str, bits: cases.Bits) -> None:
+def test_chunks_do_not_change_the_state(capability: str, bits: cases.Bits) -> None:
     once = Case("chunks", bits, steps=(500,), starts=(0, 30))
     pieces = replace(once, steps=(3, 200, *(1,) * 150, 7, 63, 77))
     state = cases.make_state(pieces, torch_kvq.quantize_tile_)
@@ -89,7 +89,7 @@ def test_a_row_holds_what_it_would_hold_alone(case: Case) -> None:
 
 @pytest.mark.parametrize("bits", cases.BITS, ids=str)
 @pytest.mark.parametrize("keep", (4 + 64 + 1, 4 + 64 + 63, 4 + 100, 4 + 128))
-def test_refilling_a_cut_restores_the_records(tier: str, bits: cases.Bits, keep: int) -> None:
+def test_refilling_a_cut_restores_the_records(capability: str, bits: cases.Bits, keep: int) -> None:
     case = Case("refill", bits, 64, 96, steps=(500,))
     state, tokens = cases.empty_state(case), cases.make_tokens(case)
     cases.append_steps(case, state, torch_kvq.quantize_tile_, *tokens)
@@ -107,7 +107,7 @@ def test_refilling_a_cut_restores_the_records(tier: str, bits: cases.Bits, keep:
 
 
 @pytest.mark.parametrize("bits", ((4, 4), (3, 3), (2, 2), (4, 3)), ids=str)
-def test_other_tokens_complete_a_tile_under_its_mean(tier: str, bits: cases.Bits) -> None:
+def test_other_tokens_complete_a_tile_under_its_mean(capability: str, bits: cases.Bits) -> None:
     case = Case("complete", bits, steps=(400, -296, 200))
     state, (key, value) = cases.empty_state(case), cases.make_tokens(case)
     torch_kvq.quantize_tile_(*state, key[:, :, :400], value[:, :, :400], *bits)
@@ -131,7 +131,7 @@ def test_other_tokens_complete_a_tile_under_its_mean(tier: str, bits: cases.Bits
             assert_same(part[:, slot:], last)
 
 
-def test_the_balance_is_written_once_and_again_after_all_tiles_are_gone(tier: str) -> None:
+def test_the_balance_is_written_once_and_again_after_all_tiles_are_gone(capability: str) -> None:
     case = Case("balance", steps=(300, 100))
     state, (key, value) = cases.empty_state(case), cases.make_tokens(case)
     torch_kvq.quantize_tile_(*state, key[:, :, :300], value[:, :, :300])
@@ -144,7 +144,7 @@ def test_the_balance_is_written_once_and_again_after_all_tiles_are_gone(tier: st
     assert not torch.equal(state.balance, first)
 
 
-def test_strides(tier: str) -> None:
+def test_strides(capability: str) -> None:
     case = Case("strides", (4, 3), 64, 96, dtype=torch.float16, starts=(0, 9), steps=(290, 70))
     wanted = cases.expected(case).state
     key, value = cases.make_tokens(case)
@@ -156,7 +156,7 @@ def test_strides(tier: str) -> None:
     assert_state_equal(state, wanted, case)
 
 
-def test_state_in_larger_buffers(tier: str) -> None:
+def test_state_in_larger_buffers(capability: str) -> None:
     """A pool of pages and a batch of buffers may be handed over as slices."""
     case = Case("slices", (3, 3), starts=(0, 9), steps=(290, 70))
     state = cases.empty_state(case)
@@ -170,7 +170,7 @@ def test_state_in_larger_buffers(tier: str) -> None:
     assert_state_equal(views, cases.expected(case).state, case)
 
 
-def test_new_tokens_may_be_expanded(tier: str) -> None:
+def test_new_tokens_may_be_expanded(capability: str) -> None:
     case = Case("expanded", starts=(0, 0, 0), steps=(300,))
     one = torch.randn(1, 1, 300, 64, generator=case.generator("one"))
     states = []
@@ -182,7 +182,7 @@ def test_new_tokens_may_be_expanded(tier: str) -> None:
 
 
 @pytest.mark.parametrize("bits", ((4, 4), (16, 16)), ids=str)
-def test_nothing_to_append(tier: str, bits: cases.Bits) -> None:
+def test_nothing_to_append(capability: str, bits: cases.Bits) -> None:
     case = Case("nothing", bits, steps=(300, 0, 0))
     state = cases.make_state(case, torch_kvq.quantize_tile_)
     assert_state_equal(state, cases.make_state(replace(case, steps=(300,))), case)

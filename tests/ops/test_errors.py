@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +40,13 @@ class Bad:
 
 
 def valid(op: str) -> Arguments:
-    """Arguments that an operator accepts."""
+    """Arguments that an operator accepts, to be changed at will."""
+    arguments = _valid(op)
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in arguments.items()}
+
+
+@functools.cache
+def _valid(op: str) -> Arguments:
     state = cases.make_state(CASE)
     state = cases.State(state.tiles, state.block_table.clamp(min=0), *state[2:])
     key, value = (x[:, :, :7] for x in cases.make_tokens(CASE))

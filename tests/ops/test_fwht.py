@@ -55,19 +55,19 @@ def test_kernel_rounds_once(tier: str, dim: int, dtype: torch.dtype) -> None:
     assert_same(out, reference.fwht(x.float(), formats.signs("value", dim)).to(dtype))
 
 
-def test_signs_come_first_and_last(tier: str) -> None:
+def test_signs_come_first_and_last(capability: str) -> None:
     x, signs = sample(96), torch.linspace(-2, 2, 96)
     assert_same(torch_kvq.fwht(x, signs), torch_kvq.fwht(x * signs))
     assert_same(torch_kvq.fwht(x, signs, True), torch_kvq.fwht(x, inverse=True) * signs)
 
 
 @pytest.mark.parametrize("shape", ((64,), (0, 64), (3, 0, 64), (1, 64), (2, 3, 4, 64)))
-def test_shapes(tier: str, shape: tuple[int, ...]) -> None:
+def test_shapes(capability: str, shape: tuple[int, ...]) -> None:
     x = torch.randn(shape)
     assert_same(torch_kvq.fwht(x), reference.fwht(x))
 
 
-def test_strides(tier: str) -> None:
+def test_strides(capability: str) -> None:
     x = torch.randn(5, 7, 200)
     views = (x[..., 3:67], x[::2, :, :128], x.transpose(0, 1)[..., :64], x[..., :128:2])
     for view in (*views, torch.randn(64, 11).T, torch.randn(1, 1, 48).expand(3, 2, 48)):
@@ -76,7 +76,7 @@ def test_strides(tier: str) -> None:
     assert_same(torch_kvq.fwht(x[..., :64], signs), reference.fwht(x[..., :64], signs.clone()))
 
 
-def test_input_is_not_written(tier: str) -> None:
+def test_input_is_not_written(capability: str) -> None:
     x = sample(64)
     before = x.clone()
     torch_kvq.fwht(x, formats.signs("key", 64))

@@ -106,7 +106,7 @@ def test_query_and_cache_may_have_different_dtypes(tier: str, case: Case) -> Non
 
 
 @pytest.mark.parametrize("case", by_id(*MERGED), ids=str)
-def test_parts_merge_by_their_lse(tier: str, case: Case) -> None:
+def test_parts_merge_by_their_lse(capability: str, case: Case) -> None:
     """Two calls that share out the positions are the whole call; only one has the sinks."""
     expected = cases.expected(case)
     first = torch.rand(case.length, generator=case.generator("parts")) < 0.4
@@ -125,7 +125,7 @@ def test_parts_merge_by_their_lse(tier: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", by_id("queries64", "padded1-causal", "chunks"), ids=str)
-def test_a_block_of_queries_is_its_queries_one_by_one(tier: str, case: Case) -> None:
+def test_a_block_of_queries_is_its_queries_one_by_one(capability: str, case: Case) -> None:
     """Causal queries see what they would see at the end of a shorter layer."""
     expected = cases.expected(case)
     out, lse = torch_kvq.lut_attention(
@@ -142,7 +142,7 @@ def test_a_block_of_queries_is_its_queries_one_by_one(tier: str, case: Case) -> 
         assert_attention_close(*single, out[:, :, at : at + 1], lse[:, :, at : at + 1], "exact")
 
 
-def test_window_of_one_returns_the_value_of_the_position(tier: str) -> None:
+def test_window_of_one_returns_the_value_of_the_position(capability: str) -> None:
     case = Case("own-value", steps=(100,), queries=5)
     state, (_, value) = cases.make_state(case), cases.make_tokens(case)
     out, _ = torch_kvq.lut_attention(
@@ -152,7 +152,7 @@ def test_window_of_one_returns_the_value_of_the_position(tier: str) -> None:
     torch.testing.assert_close(out, wanted, rtol=1e-6, atol=1e-6)
 
 
-def test_sinks_take_weight_from_every_key(tier: str) -> None:
+def test_sinks_take_weight_from_every_key(capability: str) -> None:
     case = Case("sink-weight", steps=(300,))
     state, query = cases.make_state(case), cases.make_query(case)
     plain, lse = torch_kvq.lut_attention(query, *state)
@@ -162,7 +162,7 @@ def test_sinks_take_weight_from_every_key(tier: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-def test_a_query_without_keys_gives_zeros(tier: str, dtype: torch.dtype) -> None:
+def test_a_query_without_keys_gives_zeros(capability: str, dtype: torch.dtype) -> None:
     case = Case("nothing-seen", steps=(300,), starts=(0, 300), dtype=dtype)
     state, query = cases.make_state(case), cases.make_query(case)
     hidden = torch.zeros(1, 1, 1, 300, dtype=torch.bool)
@@ -178,7 +178,7 @@ def test_a_query_without_keys_gives_zeros(tier: str, dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("precision", ("exact", "fast"))
-def test_a_low_bias_is_a_bias_above_the_bound(tier: str, precision: str) -> None:
+def test_a_low_bias_is_a_bias_above_the_bound(capability: str, precision: str) -> None:
     """A row of equal biases changes nothing but the lse, down to where values count as masked."""
     case = Case("bias", steps=(300,))
     state, query = cases.make_state(case), cases.make_query(case)
@@ -191,7 +191,7 @@ def test_a_low_bias_is_a_bias_above_the_bound(tier: str, precision: str) -> None
     assert bool((out == 0).all()) and bool((low == -torch.inf).all())
 
 
-def test_no_queries_and_no_rows(tier: str) -> None:
+def test_no_queries_and_no_rows(capability: str) -> None:
     case = Case("no-queries", steps=(300,))
     state = cases.make_state(case)
     out, lse = torch_kvq.lut_attention(torch.empty(1, 4, 0, 64), *state)

@@ -148,23 +148,28 @@ class KVQCache(CacheCore, Cache):
             layer.resize(needed)
 
     def _lay_out(self, config: Any) -> None:
-        """Take the layers that Transformers makes, and pack those that can be."""
+        """Take the layers that Transformers makes, with packed ones where that can be."""
         config = _decoder_config(config)
-        layers = _template(config, self.options.max_cache_len)
-        configs = config.per_layer_config
+        layers, configs = _template(config, self.options.max_cache_len), config.per_layer_config
         reasons = [_reason(layer, own) for layer, own in zip(layers, configs, strict=True)]
+        held = self.layers if len(self.layers) == len(layers) else layers
+        before = [isinstance(layer, KVQLayer) for layer in held]
+        # A packed layer that is there already may have options of its own.
         self.layers = [
-            layer if reason else self._new_layer()
-            for layer, reason in zip(layers, reasons, strict=True)
+            new if reason else old if isinstance(old, KVQLayer) else self._new_layer()
+            for new, old, reason in zip(layers, held, reasons, strict=True)
         ]
+        if not self._is_laid_out or before != [reason is None for reason in reasons]:
+            self._log_layout(Counter(reason for reason in reasons if reason))
         self._is_laid_out = True
-        others = Counter(reason for reason in reasons if reason)
-        packed = len(layers) - others.total()
+
+    def _log_layout(self, others: Counter[str]) -> None:
+        packed = len(self.layers) - sum(others.values())
         _log.log(
             logging.INFO if packed else logging.WARNING,
             "%d of %d layers are packed at %s bits%s",
             packed,
-            len(layers),
+            len(self.layers),
             self.options.bits,
             "".join(f"; {count} not: {reason}" for reason, count in others.items()),
         )

@@ -1,0 +1,250 @@
+"""Speed of one decoding step's attention, one thread, data not in the caches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import torch_kvq
+from tests.cases import Case, State, make_query, make_state, make_tokens
+from tests.ops.compare import BUDGET, head_error
+from torch_kvq import reference
+
+from . import environment, timing
+from .registry import BASELINES, YARDSTICK, Baseline
+from .report import Check, Column, Report, Table
+from .timing import Contestant, Timing
+
+BITS = (4, 3, 2)
+LOGIT_STD = 1.5
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One layer and one new token.
+
+    Attributes:
+        heads: query heads.
+        kv_heads: heads of keys and values.
+        dim: channels of a head.
+        tokens: keys and values that are attended to.
+    """
+
+    heads: int
+    kv_heads: int
+    dim: int
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.heads}/{self.kv_heads}/{self.dim}, {self.tokens} tokens"
+
+    @property
+    def name(self) -> str:
+        """Name of the shape's table."""
+        return f"{self.heads}-{self.kv_heads}-{self.dim}-{self.tokens}"
+
+    def case(self, bits: int = 4) -> Case:
+        """The shape as a case: all bits have the same id, hence the same keys and queries."""
+        return Case(
+            f"attention-{self.name}",
+            bits=(bits, bits),
+            key_dim=self.dim,
+            value_dim=self.dim,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            steps=(self.tokens,),
+            logit_std=LOGIT_STD,
+        )
+
+
+SHAPES = (
+    Shape(32, 8, 128, 4096),
+    Shape(32, 8, 128, 1024),
+    Shape(32, 8, 128, 16384),
+    Shape(9, 3, 64, 4096),
+    Shape(4, 4, 128, 4096),
+)
+
+COLUMNS = [
+    Column("name", "attention"),
+    Column("median", "median us", ".0f"),
+    Column("iqr", "IQR us", ".0f"),
+    Column("minimum", "min us", ".0f"),
+    Column("per_token", "ns per token, KV head", ".1f"),
+    Column("speedup", f"x of {YARDSTICK}", ".2f"),
+    Column("bandwidth", "of read bandwidth", ".0%"),
+]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A contestant with the bytes of keys and values that one of its calls reads."""
+
+    contestant: Contestant
+    read_bytes: int
+
+
+def run(quick: bool = False) -> Report:
+    """Check, then time, every contestant on every shape."""
+    torch.set_num_threads(1)
+    shapes = SHAPES[:2] if quick else SHAPES
+    checks = [check for shape in shapes for check in gate(shape)]
+    repeats = 5 if quick else 30
+    tables: list[Table] = []
+    if all(check.passed for check in checks):
+        bandwidth = timing.read_bandwidth()
+        tables = [measure(shape, bandwidth, repeats) for shape in shapes]
+        tables += [_summary(shapes, tables), _memory(bandwidth)]
+    settings = {
+        "data": "random keys with uneven channels, scores with a standard deviation of "
+        f"{LOGIT_STD}; query, keys and values float32 unless named",
+        "shapes": "query heads / KV heads / head dim, one row, one query",
+        "repeats": f"{repeats}, interleaved, each on another copy of the data",
+    }
+    return Report("attention", environment.describe(), settings, worst(checks), tables)
+
+
+def gate(shape: Shape) -> list[Check]:
+    """Errors of all contestants on a shape: kernels against the reference, PyTorch in float32."""
+    query = make_query(shape.case())
+    key, value = make_tokens(shape.case())
+    exact = torch.nn.functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+    checks = [
+        Check(item.name, head_error(_cast(item, query, key, value), exact), item.tolerance)
+        for item in BASELINES
+    ]
+    for bits in BITS:
+        state = make_state(shape.case(bits), torch.ops.kvq.quantize_tile_)
+        wanted, _ = reference.lut_attention(query, *state, key_bits=bits, value_bits=bits)
+        for tier, precision in variants():
+            with torch_kvq.cpu_capability(tier):
+                out = lut_attention(query, state, bits, precision)
+            name = variant_name(bits, precision, tier)
+            checks.append(Check(name, head_error(out, wanted), BUDGET[precision]))
+    return checks
+
+
+def worst(checks: list[Check]) -> list[Check]:
+    """The check of each name with the greatest value, a value that is no number above all."""
+    by_name: dict[str, Check] = {}
+    for check in checks:
+        held = by_name.get(check.name)
+        if held is None or not check.value <= held.value:
+            by_name[check.name] = check
+    return list(by_name.values())
+
+
+def variants(with_scalar: bool = True) -> list[tuple[str, str]]:
+    """Instruction sets of this machine with the precisions of the kernels."""
+    tiers = [
+        tier for tier in torch_kvq.cpu_capabilities().available if with_scalar or tier != "scalar"
+    ]
+    return [(tier, precision) for tier in tiers for precision in ("exact", "fast")]
+
+
+def variant_name(bits: int, precision: str, tier: str) -> str:
+    """What the report calls a kernel."""
+    return f"lut_attention {bits} bits, {precision}, {tier}"
+
+
+def lut_attention(query: Tensor, state: State, bits: int, precision: str) -> Tensor:
+    """Packed attention with the fewest steps between the caller and the kernel."""
+    out, _ = torch.ops.kvq.lut_attention(
+        query, *state, key_bits=bits, value_bits=bits, precision=precision
+    )
+    return out
+
+
+def measure(shape: Shape, bandwidth: float, repeats: int) -> Table:
+    """Time all contestants on a shape."""
+    entries = [*baselines(shape), *packed(shape)]
+    times = timing.interleaved([entry.contestant for entry in entries], repeats)
+    yardstick = times[YARDSTICK].median
+    rows = [
+        _row(shape, entry, times[entry.contestant.name], yardstick, bandwidth) for entry in entries
+    ]
+    return Table(shape.name, f"Attention, {shape}", COLUMNS, rows, is_speed=True)
+
+
+def baselines(shape: Shape) -> list[Entry]:
+    """PyTorch's attention on uncompressed keys and values."""
+    query, tokens = make_query(shape.case()), make_tokens(shape.case())
+    entries = []
+    copies: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+    for item in BASELINES:
+        key, value = (x.to(item.dtype) for x in tokens)
+        size = key.nbytes + value.nbytes
+        if item.dtype not in copies:
+            pair = partial(_clone_pair, key, value)
+            copies[item.dtype] = timing.cold_copies(pair, size)
+        q = query.to(item.dtype)
+        calls = [partial(item.attend, q, k, v) for k, v in copies[item.dtype]]
+        entries.append(Entry(Contestant(item.name, calls), size))
+    return entries
+
+
+def packed(shape: Shape) -> list[Entry]:
+    """The kernels on packed tokens."""
+    query = make_query(shape.case())
+    entries = []
+    for bits in BITS:
+        state = make_state(shape.case(bits), torch.ops.kvq.quantize_tile_)
+        size = _read_bytes(state)
+        copies = timing.cold_copies(state.clone, size)
+        for tier, precision in variants(with_scalar=shape == SHAPES[0] and bits == 4):
+            calls = [partial(lut_attention, query, copy, bits, precision) for copy in copies]
+            name = variant_name(bits, precision, tier)
+            capability = None if tier == "reference" else tier
+            entries.append(Entry(Contestant(name, calls, capability), size))
+    return entries
+
+
+def _cast(item: Baseline, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return item.attend(*(x.to(item.dtype) for x in (query, key, value))).float()
+
+
+def _clone_pair(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    return key.clone(), value.clone()
+
+
+def _read_bytes(state: State) -> int:
+    """Bytes of the records in use and of the exact tokens."""
+    pages = int(state.lengths[0, 2]) // 64
+    return pages * state.tiles[0].nbytes + state.exact_key.nbytes + state.exact_value.nbytes
+
+
+def _row(
+    shape: Shape, entry: Entry, time: Timing, yardstick: float, bandwidth: float
+) -> dict[str, Any]:
+    return {
+        "name": entry.contestant.name,
+        "median": time.median,
+        "iqr": time.iqr,
+        "minimum": time.minimum,
+        "per_token": 1e3 * time.median / (shape.tokens * shape.kv_heads),
+        "speedup": yardstick / time.median,
+        "bandwidth": entry.read_bytes / (time.median * 1e-6) / bandwidth,
+    }
+
+
+def _summary(shapes: Sequence[Shape], tables: list[Table]) -> Table:
+    """The multiples of the yardstick on all shapes."""
+    columns = [Column("name", f"x of {YARDSTICK}")]
+    columns += [Column(shape.name, str(shape), ".2f") for shape in shapes]
+    rows: dict[str, dict[str, Any]] = {}
+    for shape, table in zip(shapes, tables, strict=True):
+        for row in table.rows:
+            name = row["name"]
+            rows.setdefault(name, {"name": name})[shape.name] = row["speedup"]
+    return Table("summary", "Attention, all shapes", columns, list(rows.values()), is_speed=True)
+
+
+def _memory(bandwidth: float) -> Table:
+    columns = [Column("name", ""), Column("value", "GB/s", ".1f")]
+    rows = [{"name": "read bandwidth of one thread", "value": bandwidth / 1e9}]
+    return Table("bandwidth", "Memory", columns, rows, is_speed=True)

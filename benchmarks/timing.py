@@ -1,0 +1,104 @@
+"""Timing of calls that compete for one noisy machine."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+import torch_kvq
+
+from .environment import last_level_cache
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds of a call over its repeats.
+
+    Attributes:
+        median: middle of the repeats.
+        iqr: distance of the quartiles, the spread.
+        minimum: fastest repeat.
+        repeats: number of calls.
+    """
+
+    median: float
+    iqr: float
+    minimum: float
+    repeats: int
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Timing:
+        """Statistics of the durations of the repeats."""
+        sample = torch.tensor(seconds, dtype=torch.float64) * 1e6
+        low, median, high = torch.quantile(sample, torch.tensor([0.25, 0.5, 0.75]).double())
+        return cls(float(median), float(high - low), float(sample.min()), len(seconds))
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A computation to be timed.
+
+    Attributes:
+        name: what the report calls it.
+        calls: the same computation, once for each copy of its data.
+        capability: instruction set of the kernels, None for calls without kernels of torch_kvq.
+    """
+
+    name: str
+    calls: Sequence[Callable[[], object]]
+    capability: str | None = None
+
+    def seconds(self, repeat: int) -> float:
+        """Duration of one call on the data whose turn it is."""
+        call = self.calls[repeat % len(self.calls)]
+        name = self.capability
+        with torch_kvq.cpu_capability(name) if name else contextlib.nullcontext():
+            start = time.perf_counter()
+            call()
+            return time.perf_counter() - start
+
+
+def interleaved(contestants: Sequence[Contestant], repeats: int) -> dict[str, Timing]:
+    """Time every contestant once per repeat, so that a slow moment of the machine hits all.
+
+    The order changes from repeat to repeat: what runs before a call changes its caches and clocks.
+    """
+    order = random.Random(0)
+    seconds: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
+    with torch.inference_mode():
+        for contestant in contestants:
+            contestant.seconds(0)
+        for repeat in range(1, repeats + 1):
+            for contestant in order.sample(contestants, len(contestants)):
+                seconds[contestant.name].append(contestant.seconds(repeat))
+    return {name: Timing.of(values) for name, values in seconds.items()}
+
+
+def cold_copies(make: Callable[[], T], size: int) -> list[T]:
+    """So many copies of data that none is cached when its turn comes again.
+
+    Args:
+        make: gives one copy.
+        size: bytes of a copy.
+    """
+    return [make() for _ in range(2 + 2 * last_level_cache() // size)]
+
+
+def read_bandwidth(repeats: int = 15) -> float:
+    """Bytes per second of the fastest plain read of memory that PyTorch has, on its threads."""
+    data = torch.ones(8 * last_level_cache() // 4)
+    other = torch.ones_like(data)
+    readers = (
+        Contestant("sum", [data.sum]),
+        Contestant("dot", [lambda: torch.dot(data, other)]),
+    )
+    times = interleaved(readers, repeats)
+    return max(data.nbytes / times["sum"].median, 2 * data.nbytes / times["dot"].median) * 1e6
