@@ -17,16 +17,19 @@ from .environment import last_level_cache
 
 T = TypeVar("T")
 
+REPEAT_SECONDS = 3e-3
+"""Shortest repeat, so that what happens once at its start does not count."""
+
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds of a call over its repeats.
+    """Microseconds of a call over the repeats.
 
     Attributes:
         median: middle of the repeats.
         iqr: distance of the quartiles, the spread.
         minimum: fastest repeat.
-        repeats: number of calls.
+        repeats: their number.
     """
 
     median: float
@@ -56,29 +59,39 @@ class Contestant:
     calls: Sequence[Callable[[], object]]
     capability: str | None = None
 
-    def seconds(self, repeat: int) -> float:
-        """Duration of one call on the data whose turn it is."""
-        call = self.calls[repeat % len(self.calls)]
+    def seconds(self, first: int, calls: int = 1) -> float:
+        """Duration of a call, the mean of some calls in a row.
+
+        Args:
+            first: number of the first call; each has its turn on the copies of the data.
+            calls: calls to take the mean of.
+        """
         name = self.capability
         with torch_kvq.cpu_capability(name) if name else contextlib.nullcontext():
             start = time.perf_counter()
-            call()
-            return time.perf_counter() - start
+            for call in range(first, first + calls):
+                self.calls[call % len(self.calls)]()
+            return (time.perf_counter() - start) / calls
 
 
 def interleaved(contestants: Sequence[Contestant], repeats: int) -> dict[str, Timing]:
     """Time every contestant once per repeat, so that a slow moment of the machine hits all.
 
     The order changes from repeat to repeat: what runs before a call changes its caches and clocks.
+    A repeat of a short call is several in a row, as many as fill `REPEAT_SECONDS`: their data are
+    cold and their code is warm, as in a model of many layers.
     """
     order = random.Random(0)
-    seconds: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
+    calls, done, seconds = {}, {}, {}
     with torch.inference_mode():
         for contestant in contestants:
-            contestant.seconds(0)
-        for repeat in range(1, repeats + 1):
+            calls[contestant.name] = max(1, int(REPEAT_SECONDS / contestant.seconds(0)))
+            done[contestant.name], seconds[contestant.name] = 1, []
+        for _ in range(repeats):
             for contestant in order.sample(contestants, len(contestants)):
-                seconds[contestant.name].append(contestant.seconds(repeat))
+                name = contestant.name
+                seconds[name].append(contestant.seconds(done[name], calls[name]))
+                done[name] += calls[name]
     return {name: Timing.of(values) for name, values in seconds.items()}
 
 

@@ -18,6 +18,7 @@ struct RowPlan {
   int64_t first_new;      // first of the new positions that is not padding
   int64_t quantized;      // tokens in tiles before
   int64_t new_quantized;  // and after
+  int balance_tokens;     // keys that the balance is taken from
 };
 
 RowPlan plan_row(const LayerState& s, int64_t row, int64_t tokens, const AppendRule& rule) {
@@ -29,6 +30,7 @@ RowPlan plan_row(const LayerState& s, int64_t row, int64_t tokens, const AppendR
   p.quantized = l[kQuantized];
   p.new_quantized = quantized_tokens(p.after, p.quantized, s.sink_tokens, rule.residual_length,
                                      rule.quantized_start);
+  p.balance_tokens = static_cast<int>(balance_tokens(s.sink_tokens, rule.quantized_start));
   return p;
 }
 
@@ -76,8 +78,7 @@ class HeadAppend {
 
   void fix_balance() {
     const int dim = s_.layout.key_dim;
-    const int count =
-        static_cast<int>(std::min<int64_t>(kBalanceTokens, p_.after - s_.sink_tokens));
+    const int count = p_.balance_tokens;
     std::vector<float> rows(static_cast<size_t>(kBalanceFold) * dim);
     for (int i = 0; i < count; ++i)
       kernels_.transform->load(key_at(s_.sink_tokens + i), s_.type, &rows[i * dim], dim);

@@ -148,6 +148,12 @@ const float* value_signs() {
   return signs.sign;
 }
 
+int64_t balance_tokens(int64_t sink_tokens, int64_t quantized_start) {
+  const int64_t present = quantized_start + 1 - sink_tokens;
+  if (present > kBalanceTokens) return kBalanceTokens;
+  return present < kTileTokens ? kTileTokens : present;
+}
+
 int64_t quantized_tokens(int64_t tokens, int64_t quantized, int64_t sink_tokens,
                          int64_t residual_length, int64_t quantized_start) {
   if (quantized == 0 && tokens <= quantized_start) return 0;

@@ -61,6 +61,9 @@ const Rotation& rotation(int dim);
 const float* key_signs();  // [kMaxHeadDim], +-1
 const float* value_signs();
 
+// Keys behind the sinks that the balance of a row is computed from.
+int64_t balance_tokens(int64_t sink_tokens, int64_t quantized_start);
+
 // Tokens of a row that belong in tiles once it holds `tokens` attended tokens.
 int64_t quantized_tokens(int64_t tokens, int64_t quantized, int64_t sink_tokens,
                          int64_t residual_length, int64_t quantized_start);

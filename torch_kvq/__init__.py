@@ -43,6 +43,9 @@ def __getattr__(name: str) -> Any:
     if importlib.util.find_spec("transformers") is None:
         from torch_kvq.cache.cache import KVQCache
     else:
+        from torch_kvq.integrations import check_transformers
+
+        check_transformers()
         from torch_kvq.integrations.transformers import KVQCache
     globals()[name] = KVQCache
     return KVQCache

@@ -163,7 +163,7 @@ def _quantize_tile_mut_fake(
 _define(
     "quantize_tile_(Tensor(a!) tiles, Tensor block_table, Tensor(b!) balance, "
     "Tensor(c!) exact_key, Tensor(d!) exact_value, Tensor(e!) lengths, Tensor key, Tensor value, "
-    "int key_bits, int value_bits, int sink_tokens=4, int residual_length=64, "
+    "int key_bits, int value_bits, int sink_tokens=4, SymInt residual_length=64, "
     "int quantized_start=256) -> ()",
     reference.quantize_tile_,
     _quantize_tile_mut_fake,

@@ -26,11 +26,7 @@ PASS_THROUGH_BITS = 16
 QUANTIZED_BITS = (2, 3, 4)
 
 BALANCE_TOKENS = 192
-"""Keys that the balance is computed from: the first ones after the sink tokens.
-
-With the default ``quantized_start`` so many are there whenever the first tile is written, so the
-codes do not depend on how a prompt was cut into chunks.
-"""
+"""Most keys that the balance is computed from, see `balance_tokens`."""
 
 BALANCE_FOLD = 256
 """Tokens that the sums of the balance are zero-padded to."""
@@ -193,6 +189,19 @@ def quantized_tokens(
         return 0
     due = (tokens - sink_tokens - residual_length) // TILE_TOKENS * TILE_TOKENS
     return max(quantized, due)
+
+
+def balance_tokens(sink_tokens: int, quantized_start: int) -> int:
+    """Keys behind the sinks that the balance of a row is computed from.
+
+    So many are there whenever a first tile is written, so that codes do not depend on how the
+    tokens were cut into chunks.
+
+    Example:
+        >>> balance_tokens(sink_tokens=4, quantized_start=256)
+        192
+    """
+    return min(BALANCE_TOKENS, max(TILE_TOKENS, quantized_start + 1 - sink_tokens))
 
 
 @functools.lru_cache(maxsize=64)

@@ -20,8 +20,12 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def row_of(layer: KVQLayer, row: int) -> tuple[int, list[Tensor]]:
-    """Tokens of a row, and all that is stored for them in an order without pages."""
+    """Tokens of a row, and all that is stored for them in an order without pages.
+
+    Tokens that are due are packed before: when that happens depends on the steps, the codes do not.
+    """
     assert layer.state is not None
+    layer.state.pack()
     start, length, quantized = layer.state.lengths[row].tolist()
     pages = layer.state.table.rows[row][: -(-quantized // 64)]
     held = length - start - quantized
@@ -69,6 +73,7 @@ def test_rows_of_a_padded_batch_are_their_solo_runs(
     data, query = normal(2, 4, 2, total, 32), normal(1, 4, 3, 32, seed=1)
     batch = KVQLayer(bits, **SMALL, **mode)
     fill(batch, data, padding, steps)
+    batch.state.pack()
     out = batch.attend(query.expand(4, -1, -1, -1), mask_of(padding, 3, total))
     for row, skipped in enumerate(padding):
         ends = torch.tensor(steps).cumsum(0).clamp(min=skipped) - skipped

@@ -18,7 +18,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 from tests.models import left_padded, tiny_config, tiny_model, token_ids
 from torch_kvq import KVQCache, KVQLayer
-from torch_kvq.integrations import transformers as integration
+from torch_kvq.integrations import check_transformers
 
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values`:FutureWarning")
 
@@ -218,9 +218,9 @@ def test_copy_of_a_cache_is_independent() -> None:
 
 
 def test_old_releases_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(integration.transformers, "__version__", "5.9.2")
+    monkeypatch.setattr("transformers.__version__", "5.9.2")
     with pytest.raises(ImportError, match=r"transformers >= 5\.16, got 5\.9\.2"):
-        KVQCache()
+        check_transformers()
 
 
 @pytest.mark.parametrize("hidden", [False, True], ids=["installed", "not-installed"])

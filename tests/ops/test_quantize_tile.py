@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import Tensor
@@ -54,32 +57,46 @@ def extremes() -> dict[str, Tensor]:
 EXTREMES = extremes()
 
 
+class Encoded(NamedTuple):
+    """Tiles and what the reference makes of them; shared between tests."""
+
+    key: Tensor
+    value: Tensor
+    balance: Tensor
+    record: Tensor
+    shared_record: Tensor
+    decoded: tuple[Tensor, Tensor]
+
+
+@functools.cache
+def encoded(dims: tuple[int, int], bits: Bits) -> Encoded:
+    """Tiles of a shape in one of the dtypes; the shared record uses the first balance for all."""
+    key, value = tiles(*dims, DTYPES[sum(dims) // 16 % 3])
+    balance = reference.key_balance(key)
+    record = reference.quantize_tile(key, value, balance, *bits)
+    shared = reference.quantize_tile(key, value, balance[:1], *bits)
+    decoded = reference.dequantize_tile(record, balance, *bits, dims[1], key.dtype)
+    return Encoded(key, value, balance, record, shared, decoded)
+
+
 @pytest.mark.parametrize("bits", BITS, ids=str)
 @pytest.mark.parametrize("dims", SHAPES, ids=str)
 def test_records_are_bit_equal(tier: str, dims: tuple[int, int], bits: Bits) -> None:
-    dtype = DTYPES[sum(dims) // 16 % 3]
-    key, value = tiles(*dims, dtype)
-    balance = reference.key_balance(key)
+    key, value, balance, record, shared_record, _ = encoded(dims, bits)
     assert_same(torch_kvq.key_balance(key), balance)
-    record = torch_kvq.quantize_tile(key, value, balance, *bits)
-    assert_same(record, reference.quantize_tile(key, value, balance, *bits))
-    shared = torch_kvq.quantize_tile(key, value, balance[:1], *bits)
-    assert_same(shared, reference.quantize_tile(key, value, balance[:1], *bits))
+    assert_same(torch_kvq.quantize_tile(key, value, balance, *bits), record)
+    assert_same(torch_kvq.quantize_tile(key, value, balance[:1], *bits), shared_record)
 
 
 @pytest.mark.parametrize("bits", BITS, ids=str)
 @pytest.mark.parametrize("dims", SHAPES, ids=str)
 def test_decoding_agrees(tier: str, dims: tuple[int, int], bits: Bits) -> None:
-    dtype = DTYPES[sum(dims) // 16 % 3]
-    key, value = tiles(*dims, dtype)
-    balance = reference.key_balance(key)
-    record = reference.quantize_tile(key, value, balance, *bits)
-    arguments = (record, balance, *bits, dims[1], dtype)
-    expected = reference.dequantize_tile(*arguments)
-    for out, wanted in zip(torch_kvq.dequantize_tile(*arguments), expected, strict=True):
-        assert out.dtype == dtype
+    key, _, balance, record, _, expected = encoded(dims, bits)
+    decoded = torch_kvq.dequantize_tile(record, balance, *bits, dims[1], key.dtype)
+    for out, wanted in zip(decoded, expected, strict=True):
+        assert out.dtype == key.dtype
         # The float32 results may differ in the last bit, and may then round apart.
-        torch.testing.assert_close(out, wanted, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+        torch.testing.assert_close(out, wanted, rtol=2 * torch.finfo(key.dtype).eps, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -132,14 +149,20 @@ def test_a_constant_of_the_keys_costs_nothing() -> None:
     assert losses[1] < 1.3 * losses[0]
 
 
+@functools.cache
+def encoded_extreme(name: str, bits: int) -> tuple[Tensor, Tensor]:
+    """Balance and record of the reference."""
+    x = EXTREMES[name]
+    balance = reference.key_balance(x)
+    return balance, reference.quantize_tile(x, x, balance, bits, bits)
+
+
 @pytest.mark.parametrize("bits", (4, 3, 2))
 @pytest.mark.parametrize("name", EXTREMES)
 def test_extremes_are_bit_equal(tier: str, name: str, bits: int) -> None:
-    x = EXTREMES[name]
-    balance = reference.key_balance(x)
+    x, (balance, record) = EXTREMES[name], encoded_extreme(name, bits)
     assert_same(torch_kvq.key_balance(x), balance)
-    record = torch_kvq.quantize_tile(x, x, balance, bits, bits)
-    assert_same(record, reference.quantize_tile(x, x, balance, bits, bits))
+    assert_same(torch_kvq.quantize_tile(x, x, balance, bits, bits), record)
 
 
 @pytest.mark.parametrize("name", EXTREMES)

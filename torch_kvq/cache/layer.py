@@ -13,6 +13,7 @@ from torch_kvq.cache.handle import KVQHandle
 from torch_kvq.cache.options import LayerOptions
 from torch_kvq.cache.padding import left_padding
 from torch_kvq.cache.protocol import CacheLayer
+from torch_kvq.formats import TILE_TOKENS
 
 _attention = torch.ops.kvq.lut_attention.default
 
@@ -26,7 +27,8 @@ class KVQLayer(CacheLayer):
     The first tokens of a row and the most recent ones stay exact, and nothing is packed up to
     ``quantized_start`` tokens. Attention of the first call, the prompt's, is exact. Its mask shows
     the left padding, which is not stored; for a row that is masked throughout, the next call's
-    mask does.
+    mask does. Later tokens that come many at a time are packed after their attention, so that each
+    of their queries sees its own recent tokens exact.
 
     Args:
         bits: 2, 3, 4, 16 (pass-through) or a text like ``"4/3"``, keys first.
@@ -96,6 +98,7 @@ class KVQLayer(CacheLayer):
     def _setup(self, options: LayerOptions) -> None:
         super().__init__(options)
         self.materialized = 0
+        self._unpacked = False  # a long update waits for its attention before it is packed
         self._format = {
             "key_bits": options.key_bits,
             "value_bits": options.value_bits,
@@ -127,7 +130,11 @@ class KVQLayer(CacheLayer):
         try:
             if key.requires_grad or value.requires_grad:
                 key, value = key.detach(), value.detach()
-            state.append(key, value)
+            if key.shape[2] == 1:
+                state.append(key, value)
+            else:
+                state.append_exact(key, value)
+                self._unpacked = key.shape[2] >= TILE_TOKENS
         except (AttributeError, RuntimeError, TypeError, ValueError):
             self._check_new(key, value)
             raise
@@ -217,6 +224,9 @@ class KVQLayer(CacheLayer):
         if self.state is None:
             raise ValueError("attend() needs tokens, call update() before")
         out, _ = _attention(query, *self.state.tensors, attn_mask, **self._format, **options)
+        if self._unpacked:
+            self._unpacked = False
+            self.state.pack()
         return out
 
     def _attend_pending(

@@ -107,13 +107,13 @@ class LayerOptions:
         """The same options with another capacity."""
         return replace(self, max_cache_len=max_cache_len)
 
-    def quantized(self, tokens: int, quantized: int) -> int:
+    def quantized(self, tokens: int, quantized: int, residual_length: int | None = None) -> int:
         """Tokens of a row that belong in tiles (`torch_kvq.formats.quantized_tokens`)."""
         return formats.quantized_tokens(
             tokens,
             quantized,
             sink_tokens=self.sink_tokens,
-            residual_length=self.residual_length,
+            residual_length=self.residual_length if residual_length is None else residual_length,
             quantized_start=self.quantized_start,
         )
 

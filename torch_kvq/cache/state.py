@@ -76,13 +76,7 @@ class LayerState:
         self.exact_key = key.new_empty((batch, kv_heads, slots, key_dim))
         self.exact_value = value.new_empty((batch, kv_heads, slots, value.shape[3]))
         self.lengths = torch.zeros((batch, 3), dtype=torch.int32, device=key.device)
-        self._rule = (
-            options.key_bits,
-            options.value_bits,
-            options.sink_tokens,
-            options.residual_length,
-            options.quantized_start,
-        )
+        self._rule = self._rule_with(options.residual_length)
         self.length = self.limit = 0
         self.is_empty, self.placed = True, False
         self._collect()
@@ -92,6 +86,16 @@ class LayerState:
 
     def _first_slots(self) -> int:
         return 0
+
+    def _rule_with(self, residual_length: int) -> tuple[int, int, int, int, int]:
+        options = self.options
+        return (
+            options.key_bits,
+            options.value_bits,
+            options.sink_tokens,
+            residual_length,
+            options.quantized_start,
+        )
 
     @property
     def batch_size(self) -> int:
@@ -126,6 +130,17 @@ class LayerState:
         self.length = length
         if length >= self.limit:
             self._settle()
+
+    def append_exact(self, key: Tensor, value: Tensor) -> None:
+        """Append, but pack only what was due before, so that every query has its exact window."""
+        residual_length = self.options.residual_length + key.shape[2]
+        self._reserve(key.shape[2], residual_length)
+        _append(*self.tensors, key, value, *self._rule_with(residual_length))
+        self._settle()
+
+    def pack(self) -> None:
+        """Pack the tokens that are due."""
+        self.append(self.exact_key[:, :, :0], self.exact_value[:, :, :0])
 
     def place(self, padding: Tensor | None) -> None:
         """Set the start of the rows without tokens.
@@ -165,12 +180,12 @@ class LayerState:
         return new
 
     @_normal_tensors
-    def _reserve(self, tokens: int) -> None:
+    def _reserve(self, tokens: int, residual_length: int | None = None) -> None:
         """Make room for ``tokens`` more positions, and own the pages they will be written to."""
         slots, most = 0, self.options.window_slots
         for row, (start, length, quantized) in enumerate(self.lengths.tolist()):
             held = max(length + tokens - start, 0)
-            due = self.options.quantized(held, quantized)
+            due = self.options.quantized(held, quantized, residual_length)
             slots = max(slots, held - due)
             if due > quantized:
                 self.table.extend(row, pages_of(due))
@@ -178,7 +193,7 @@ class LayerState:
             elif due == 0:
                 most = self.options.exact_slots
         if slots > self.slots:
-            self._resize_exact(min(slots + max(slots // 8, TILE_TOKENS), most))
+            self._resize_exact(max(slots, min(slots + max(slots // 8, TILE_TOKENS), most)))
         self._collect()
 
     def _own_partial(self, row: int, quantized: int) -> None:
@@ -263,8 +278,17 @@ class StaticState(LayerState):
 
     def append(self, key: Tensor, value: Tensor) -> None:
         """Append ``[batch, kv_heads, tokens, dim]``; IndexError when they do not fit."""
+        self._append(key, value, self.options.residual_length)
+
+    def append_exact(self, key: Tensor, value: Tensor) -> None:
+        """Append, but pack no more than the room for exact tokens asks for."""
+        most = self.slots - self.options.sink_tokens - (TILE_TOKENS - 1)
+        residual_length = self.options.residual_length
+        self._append(key, value, max(residual_length, min(residual_length + key.shape[2], most)))
+
+    def _append(self, key: Tensor, value: Tensor, residual_length: int) -> None:
         self.check_room(key.shape[2])
-        _append(*self.tensors, key, value, *self._rule)
+        _append(*self.tensors, key, value, *self._rule_with(residual_length))
         if not self.placed or self.is_empty:
             self._settle()
 

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import transformers
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -25,9 +24,6 @@ from torch_kvq import formats
 from torch_kvq.cache.cache import CacheCore
 from torch_kvq.cache.layer import KVQLayer
 from torch_kvq.integrations import transformers_attention
-
-OLDEST = (5, 16)
-"""Oldest release of Transformers with the names that this module uses."""
 
 _log = logging.getLogger("torch_kvq")
 
@@ -107,15 +103,12 @@ class KVQCache(CacheCore, Cache):
         if config is not None and not self._fits_itself:
             self._lay_out(config)
 
-    def bind(
-        self, model: Any, max_length: int | None = None, batch_size: int | None = None
-    ) -> None:
+    def bind(self, model: Any, max_length: int | None = None) -> None:
         """Take the layers of a model; ``generate`` does this by itself.
 
         Args:
             model: a Transformers model.
             max_length: positions to come; a cache with ``static=True`` alone makes room for them.
-            batch_size: rows to come; not needed, rows are allocated with the first tokens.
 
         Raises:
             ValueError: the cache holds tokens of a model with another number of layers.
@@ -207,15 +200,7 @@ def _reason(layer: Any, config: Any) -> str | None:
 
 
 def install() -> None:
-    """Teach Transformers about packed caches; repeated calls do nothing new.
-
-    Raises:
-        ImportError: a release of Transformers that is too old.
-    """
-    version = transformers.__version__
-    if tuple(map(int, version.split(".")[:2])) < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
-        raise ImportError(f"KVQCache needs transformers >= {oldest}, got {version}")
+    """Teach Transformers about packed caches; repeated calls find new attention functions."""
     transformers_attention.install()
     CacheLayerMixin.register(KVQLayer)
     if not hasattr(GenerationMixin._prepare_cache_for_generation, "_kvq_original"):

@@ -23,6 +23,7 @@ class _RowPlan(NamedTuple):
     quantized: int
     new_quantized: int
     pages: list[int]
+    balance_tokens: int
 
 
 def check_append(
@@ -131,6 +132,7 @@ def quantize_tile_(
     capacity, max_pages, added = exact_key.shape[2], block_table.shape[1], key.shape[2]
     _checks.check_lengths(lengths, capacity, max_pages, sink_tokens)
     rows = lengths.tolist()
+    balance_tokens = formats.balance_tokens(sink_tokens, quantized_start)
     plans = []
     for row, (start, length, quantized) in enumerate(rows):
         tokens = max(length - start, 0)
@@ -147,7 +149,7 @@ def quantize_tile_(
             block_table, row, quantized // _TILE, -(-due // _TILE), tiles.shape[0]
         )
         skipped = added - (new_tokens - tokens)
-        plans.append(_RowPlan(tokens, skipped, new_tokens, quantized, due, pages))
+        plans.append(_RowPlan(tokens, skipped, new_tokens, quantized, due, pages, balance_tokens))
     for row, plan in enumerate(plans):
         _append_row(
             tiles,
@@ -198,7 +200,8 @@ def _append_row(
     moved = plan.new_quantized - plan.quantized
     if moved:
         if plan.quantized == 0 and not layout.is_pass_through:
-            balance.copy_(encode.key_balance(recent_key.unsqueeze(0))[0])
+            first_keys = recent_key[None, :, : plan.balance_tokens]
+            balance.copy_(encode.key_balance(first_keys)[0])
         _encode_tokens(tiles, balance, recent_key[:, :moved], recent_value[:, :moved], plan, layout)
     exact = plan.new_tokens - plan.new_quantized
     exact_key[:, :exact] = torch.cat((all_key[:, :sinks], recent_key[:, moved:]), 1)
