@@ -65,7 +65,7 @@ struct Scratch {
   alignas(64) float p[kMaxRows * kTileTokens];
   alignas(64) uint8_t weights[kMaxRows * kTileTokens * integer_bytes(true)];
   int32_t sums[kMaxRows], weight_sums[kMaxRows];
-  float units[kMaxRows], factors[kMaxRows];
+  float units[kMaxRows], means[kMaxRows], factors[kMaxRows];
   Softmax softmax[kMaxRows];
 
   void prepare(int key_dim, int value_dim) {
@@ -197,23 +197,11 @@ class Unit {
     prefetch_metadata(next);
     k.score_tile(record + f_.key_code, next + f_.key_code, f_.key_dim, f_.key_bits,
                  s_.integers.data(), c_.exact, s_.sums, rows_, s_.scores);
-    const int weight_bytes = kTileTokens * integer_bytes(c_.exact);
-    for (int r = 0; r < rows_; ++r) {
-      float* logits = s_.logits + r * kTileTokens;
-      const float* q = s_.query.data() + r * f_.key_dim;
-      k.scale_scores(s_.scores + r * kTileTokens, key_scales, s_.units[r],
-                     k.score_mean(q, mean, mean_scale, f_.key_dim), logits);
-      mask_row(r, position, count, logits);
-      uint8_t* weights = s_.weights + r * weight_bytes;
-      float* p = s_.p + r * kTileTokens;
-      if (k.softmax(logits, &s_.softmax[r], s_.acc.data() + r * f_.value_dim, f_.value_dim, p)) {
-        s_.factors[r] = k.quantize_weights(p, value_scales, c_.exact, weights, &s_.weight_sums[r]);
-      } else {
-        std::memset(weights, 0, weight_bytes);
-        s_.weight_sums[r] = 0;
-        s_.factors[r] = 0.0f;
-      }
-    }
+    k.score_mean(s_.query.data(), mean, mean_scale, f_.key_dim, rows_, s_.means);
+    k.scale_scores(s_.scores, key_scales, s_.units, s_.means, rows_, s_.logits);
+    for (int r = 0; r < rows_; ++r) mask_row(r, position, count, s_.logits + r * kTileTokens);
+    k.softmax(s_.logits, s_.softmax, s_.acc.data(), f_.value_dim, rows_, s_.p);
+    k.quantize_weights(s_.p, value_scales, c_.exact, rows_, s_.weights, s_.weight_sums, s_.factors);
     k.accumulate_tile(record + f_.value_code, next + f_.value_code, f_.value_dim, f_.value_bits,
                       s_.weights, c_.exact, s_.weight_sums, s_.factors, rows_, s_.acc.data());
   }
@@ -259,15 +247,11 @@ class Unit {
                     int64_t position, int count) {
     const AttentionKernels& k = *kernels_.attention;
     k.score_exact(key, c_.type, key_step, count, f_.key_dim, s_.query.data(), rows_, s_.logits);
+    for (int r = 0; r < rows_; ++r) mask_row(r, position, count, s_.logits + r * kTileTokens);
+    k.softmax(s_.logits, s_.softmax, s_.acc.data(), f_.value_dim, rows_, s_.p);
     bool zeros = false;
-    for (int r = 0; r < rows_; ++r) {
-      float* logits = s_.logits + r * kTileTokens;
-      float* p = s_.p + r * kTileTokens;
-      mask_row(r, position, count, logits);
-      if (!k.softmax(logits, &s_.softmax[r], s_.acc.data() + r * f_.value_dim, f_.value_dim, p))
-        std::fill_n(p, kTileTokens, 0.0f);
-      for (int t = 0; t < count; ++t) zeros |= p[t] == 0.0f;
-    }
+    for (int r = 0; r < rows_; ++r)
+      for (int t = 0; t < count; ++t) zeros |= s_.p[r * kTileTokens + t] == 0.0f;
     k.accumulate_exact(value, c_.type, value_step, count, f_.value_dim, s_.p, rows_, zeros,
                        s_.acc.data());
   }

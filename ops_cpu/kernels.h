@@ -51,18 +51,19 @@ struct AttentionKernels {
   // of one head lie a page apart, out of reach of the hardware's prefetchers.
   void (*score_tile)(const uint8_t* codes, const uint8_t* next, int dim, int bits,
                      const void* query, bool exact, const int32_t* sums, int rows, int32_t* scores);
-  // out[64] = scores * (key_scale * unit) + mean_score.
-  void (*scale_scores)(const int32_t* scores, const uint16_t* key_scales, float unit,
-                       float mean_score, float* out);
-  // <query, mean> * mean_scale.
-  float (*score_mean)(const float* query, const int8_t* mean, float mean_scale, int dim);
-  // p[64] = 2^(scores - max), after moving the maximum, the sum and acc[dim] to the new maximum.
-  // False when all scores are -inf; nothing is written then.
-  bool (*softmax)(const float* scores, Softmax* state, float* acc, int dim, float* p);
-  // Integers of p * value_scale, ordered within each four tokens like a query, and their sum;
-  // returns their unit, 0 when all are zero.
-  float (*quantize_weights)(const float* p, const uint16_t* value_scales, bool exact, void* out,
-                            int32_t* sum);
+  // means[rows] = <query, mean> * mean_scale.
+  void (*score_mean)(const float* query, const int8_t* mean, float mean_scale, int dim, int rows,
+                     float* means);
+  // out[rows, 64] = scores * (key_scale * unit) + mean.
+  void (*scale_scores)(const int32_t* scores, const uint16_t* key_scales, const float* units,
+                       const float* means, int rows, float* out);
+  // p[rows, 64] = 2^(scores - max), after moving the maximum, the sum and acc[rows, dim] to the
+  // new maximum; zeros where all scores of a row are -inf.
+  void (*softmax)(const float* scores, Softmax* states, float* acc, int dim, int rows, float* p);
+  // Integers of p * value_scale, ordered within each four tokens like a query, their sums and
+  // their units, 0 when all are zero.
+  void (*quantize_weights)(const float* p, const uint16_t* value_scales, bool exact, int rows,
+                           void* out, int32_t* sums, float* units);
   // acc[rows, dim] += unit * sum over tokens of level * weight, prefetching `next`.
   void (*accumulate_tile)(const uint8_t* codes, const uint8_t* next, int dim, int bits,
                           const void* weights, bool exact, const int32_t* sums, const float* units,

@@ -260,6 +260,22 @@ def test_recent_tokens_stay_exact() -> None:
     assert quantized_tokens(5, 0, sink_tokens=9, residual_length=0, quantized_start=0) == 0
 
 
+@pytest.mark.parametrize("sink_tokens", (0, 4, 100))
+@pytest.mark.parametrize("residual_length", (0, 64))
+@pytest.mark.parametrize("quantized_start", (0, 64, 150, 256, 4096))
+def test_the_keys_of_the_balance_are_there(
+    sink_tokens: int, residual_length: int, quantized_start: int
+) -> None:
+    """The shortest row with a tile has enough keys behind its sinks."""
+    rule = {"sink_tokens": sink_tokens, "residual_length": residual_length}
+    first = next(
+        n for n in range(9000) if quantized_tokens(n, 0, quantized_start=quantized_start, **rule)
+    )
+    used = formats.balance_tokens(sink_tokens, quantized_start)
+    assert 64 <= used <= min(first - sink_tokens, formats.BALANCE_TOKENS)
+    assert formats.balance_tokens(4, 256) == formats.BALANCE_TOKENS == 192
+
+
 def formula(dim: int, factor: int, tokens: int = 64) -> Tensor:
     """Multiples of 1/64 within ±8 from a congruence, float32 ``[1, 2, tokens, dim]``."""
     index = torch.arange(2 * tokens * dim, dtype=torch.int64)

@@ -258,24 +258,31 @@ void accumulate_tile(const uint8_t* codes, const uint8_t* next, int dim, int bit
   accumulate[bits - 2][exact](codes, next, dim, weights, sums, units, rows, acc);
 }
 
-void scale_scores(const int32_t* scores, const uint16_t* key_scales, float unit, float mean_score,
-                  float* out) {
-  const __m256 units = _mm256_set1_ps(unit), mean = _mm256_set1_ps(mean_score);
-  for (int t = 0; t < kTileTokens; t += 8) {
-    const __m256 s =
-        _mm256_cvtepi32_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(scores + t)));
-    const __m256 step = _mm256_mul_ps(load8(key_scales, Float::kFloat16, t), units);
-    _mm256_storeu_ps(out + t, _mm256_add_ps(_mm256_mul_ps(s, step), mean));
+void score_mean(const float* query, const int8_t* mean, float mean_scale, int dim, int rows,
+                float* means) {
+  for (int r = 0; r < rows; ++r) {
+    const float* q = query + r * dim;
+    __m256 lo = _mm256_setzero_ps(), hi = lo;
+    for (int d = 0; d < dim; d += 16) {
+      lo = _mm256_add_ps(lo, _mm256_mul_ps(_mm256_loadu_ps(q + d), load8_s8(mean + d)));
+      hi = _mm256_add_ps(hi, _mm256_mul_ps(_mm256_loadu_ps(q + d + 8), load8_s8(mean + d + 8)));
+    }
+    means[r] = fold(lo, hi) * mean_scale;
   }
 }
 
-float score_mean(const float* query, const int8_t* mean, float mean_scale, int dim) {
-  __m256 lo = _mm256_setzero_ps(), hi = lo;
-  for (int d = 0; d < dim; d += 16) {
-    lo = _mm256_add_ps(lo, _mm256_mul_ps(_mm256_loadu_ps(query + d), load8_s8(mean + d)));
-    hi = _mm256_add_ps(hi, _mm256_mul_ps(_mm256_loadu_ps(query + d + 8), load8_s8(mean + d + 8)));
+void scale_scores(const int32_t* scores, const uint16_t* key_scales, const float* units,
+                  const float* means, int rows, float* out) {
+  for (int t = 0; t < kTileTokens; t += 8) {
+    const __m256 scale = load8(key_scales, Float::kFloat16, t);
+    for (int r = 0; r < rows; ++r) {
+      const int at = r * kTileTokens + t;
+      const __m256 s =
+          _mm256_cvtepi32_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(scores + at)));
+      const __m256 step = _mm256_mul_ps(scale, _mm256_set1_ps(units[r]));
+      _mm256_storeu_ps(out + at, _mm256_add_ps(_mm256_mul_ps(s, step), _mm256_set1_ps(means[r])));
+    }
   }
-  return fold(lo, hi) * mean_scale;
 }
 
 void rescale(Softmax* state, float max, float* acc, int dim) {
@@ -287,11 +294,14 @@ void rescale(Softmax* state, float max, float* acc, int dim) {
   state->max = max;
 }
 
-bool softmax(const float* scores, Softmax* state, float* acc, int dim, float* p) {
+inline void softmax_row(const float* scores, Softmax* state, float* acc, int dim, float* p) {
   __m256 max8 = _mm256_loadu_ps(scores);
   for (int t = 8; t < kTileTokens; t += 8) max8 = _mm256_max_ps(_mm256_loadu_ps(scores + t), max8);
   const float max = largest(max8);
-  if (max == -__builtin_inff()) return false;
+  if (max == -__builtin_inff()) {
+    std::memset(p, 0, sizeof(float) * kTileTokens);
+    return;
+  }
   if (max > state->max) rescale(state, max, acc, dim);
   const __m256 most = _mm256_set1_ps(state->max);
   __m256 w[8];
@@ -305,11 +315,15 @@ bool softmax(const float* scores, Softmax* state, float* acc, int dim, float* p)
     float* lanes = state->lanes + 8 * j;
     _mm256_storeu_ps(lanes, _mm256_add_ps(_mm256_loadu_ps(lanes), sum));
   }
-  return true;
 }
 
-float quantize_weights(const float* p, const uint16_t* value_scales, bool exact, void* out,
-                       int32_t* sum) {
+void softmax(const float* scores, Softmax* states, float* acc, int dim, int rows, float* p) {
+  for (int r = 0; r < rows; ++r)
+    softmax_row(scores + r * kTileTokens, states + r, acc + r * dim, dim, p + r * kTileTokens);
+}
+
+inline float quantize_row(const float* p, const uint16_t* value_scales, bool exact, void* out,
+                          int32_t* sum) {
   alignas(32) float u[kTileTokens];
   __m256 max = _mm256_setzero_ps();
   for (int t = 0; t < kTileTokens; t += 8) {
@@ -323,6 +337,14 @@ float quantize_weights(const float* p, const uint16_t* value_scales, bool exact,
   const bool any = most > kSmallestMagnitude;
   *sum = store_integers(u, kTileTokens, any ? limit / most : 0.0f, exact, out);
   return any ? most / limit : 0.0f;
+}
+
+void quantize_weights(const float* p, const uint16_t* value_scales, bool exact, int rows, void* out,
+                      int32_t* sums, float* units) {
+  for (int r = 0; r < rows; ++r)
+    units[r] =
+        quantize_row(p + r * kTileTokens, value_scales, exact,
+                     static_cast<uint8_t*>(out) + r * kTileTokens * integer_bytes(exact), &sums[r]);
 }
 
 // Lane sums of four tokens with one query row, as four scores.
@@ -424,8 +446,8 @@ void accumulate_exact(const void* values, Float type, int64_t stride, int tokens
 }  // namespace
 
 const AttentionKernels attention{
-    quantize_query,   score_tile,      scale_scores, score_mean,       softmax,
-    quantize_weights, accumulate_tile, score_exact,  accumulate_exact,
+    quantize_query,   score_tile,      score_mean,  scale_scores,     softmax,
+    quantize_weights, accumulate_tile, score_exact, accumulate_exact,
 };
 
 }  // namespace kvq::avx2

@@ -219,21 +219,28 @@ void accumulate_tile(const uint8_t* codes, const uint8_t* next, int dim, int bit
                                 acc + r * dim);
 }
 
-void scale_scores(const int32_t* scores, const uint16_t* key_scales, float unit, float mean_score,
-                  float* out) {
-  const __m512 units = _mm512_set1_ps(unit), mean = _mm512_set1_ps(mean_score);
-  for (int t = 0; t < kTileTokens; t += 16) {
-    const __m512 s = _mm512_cvtepi32_ps(_mm512_loadu_si512(scores + t));
-    const __m512 step = _mm512_mul_ps(load16(key_scales, Float::kFloat16, t), units);
-    _mm512_storeu_ps(out + t, _mm512_add_ps(_mm512_mul_ps(s, step), mean));
+void score_mean(const float* query, const int8_t* mean, float mean_scale, int dim, int rows,
+                float* means) {
+  for (int r = 0; r < rows; ++r) {
+    const float* q = query + r * dim;
+    __m512 sum = _mm512_setzero_ps();
+    for (int d = 0; d < dim; d += 16)
+      sum = _mm512_add_ps(sum, _mm512_mul_ps(_mm512_loadu_ps(q + d), load16_s8(mean + d)));
+    means[r] = fold(sum) * mean_scale;
   }
 }
 
-float score_mean(const float* query, const int8_t* mean, float mean_scale, int dim) {
-  __m512 sum = _mm512_setzero_ps();
-  for (int d = 0; d < dim; d += 16)
-    sum = _mm512_add_ps(sum, _mm512_mul_ps(_mm512_loadu_ps(query + d), load16_s8(mean + d)));
-  return fold(sum) * mean_scale;
+void scale_scores(const int32_t* scores, const uint16_t* key_scales, const float* units,
+                  const float* means, int rows, float* out) {
+  for (int t = 0; t < kTileTokens; t += 16) {
+    const __m512 scale = load16(key_scales, Float::kFloat16, t);
+    for (int r = 0; r < rows; ++r) {
+      const int at = r * kTileTokens + t;
+      const __m512 s = _mm512_cvtepi32_ps(_mm512_loadu_si512(scores + at));
+      const __m512 step = _mm512_mul_ps(scale, _mm512_set1_ps(units[r]));
+      _mm512_storeu_ps(out + at, _mm512_add_ps(_mm512_mul_ps(s, step), _mm512_set1_ps(means[r])));
+    }
+  }
 }
 
 void rescale(Softmax* state, float max, float* acc, int dim) {
@@ -244,14 +251,17 @@ void rescale(Softmax* state, float max, float* acc, int dim) {
   state->max = max;
 }
 
-bool softmax(const float* scores, Softmax* state, float* acc, int dim, float* p) {
+inline void softmax_row(const float* scores, Softmax* state, float* acc, int dim, float* p) {
   __m512 s[4], max16 = _mm512_set1_ps(-__builtin_inff());
   for (int i = 0; i < 4; ++i) {
     s[i] = _mm512_loadu_ps(scores + 16 * i);
     max16 = _mm512_max_ps(s[i], max16);
   }
   const float max = _mm512_reduce_max_ps(max16);
-  if (max == -__builtin_inff()) return false;
+  if (max == -__builtin_inff()) {
+    std::memset(p, 0, sizeof(float) * kTileTokens);
+    return;
+  }
   if (max > state->max) rescale(state, max, acc, dim);
   const __m512 most = _mm512_set1_ps(state->max);
   for (int i = 0; i < 4; ++i) {
@@ -260,11 +270,15 @@ bool softmax(const float* scores, Softmax* state, float* acc, int dim, float* p)
   }
   const __m512 sum = _mm512_add_ps(_mm512_add_ps(s[0], s[1]), _mm512_add_ps(s[2], s[3]));
   _mm512_storeu_ps(state->lanes, _mm512_add_ps(_mm512_loadu_ps(state->lanes), sum));
-  return true;
 }
 
-float quantize_weights(const float* p, const uint16_t* value_scales, bool exact, void* out,
-                       int32_t* sum) {
+void softmax(const float* scores, Softmax* states, float* acc, int dim, int rows, float* p) {
+  for (int r = 0; r < rows; ++r)
+    softmax_row(scores + r * kTileTokens, states + r, acc + r * dim, dim, p + r * kTileTokens);
+}
+
+inline float quantize_row(const float* p, const uint16_t* value_scales, bool exact, void* out,
+                          int32_t* sum) {
   alignas(64) float u[kTileTokens];
   __m512 max = _mm512_setzero_ps();
   for (int t = 0; t < kTileTokens; t += 16) {
@@ -279,6 +293,14 @@ float quantize_weights(const float* p, const uint16_t* value_scales, bool exact,
   const bool any = most > kSmallestMagnitude;
   *sum = store_integers<0>(u, kTileTokens, any ? limit / most : 0.0f, exact, out);
   return any ? most / limit : 0.0f;
+}
+
+void quantize_weights(const float* p, const uint16_t* value_scales, bool exact, int rows, void* out,
+                      int32_t* sums, float* units) {
+  for (int r = 0; r < rows; ++r)
+    units[r] =
+        quantize_row(p + r * kTileTokens, value_scales, exact,
+                     static_cast<uint8_t*>(out) + r * kTileTokens * integer_bytes(exact), &sums[r]);
 }
 
 // Lane sums of four tokens with one query row, as four scores.
@@ -382,8 +404,8 @@ void accumulate_exact(const void* values, Float type, int64_t stride, int tokens
 }  // namespace
 
 const AttentionKernels attention{
-    quantize_query,   score_tile,      scale_scores, score_mean,       softmax,
-    quantize_weights, accumulate_tile, score_exact,  accumulate_exact,
+    quantize_query,   score_tile,      score_mean,  scale_scores,     softmax,
+    quantize_weights, accumulate_tile, score_exact, accumulate_exact,
 };
 
 }  // namespace kvq::avx512vnni

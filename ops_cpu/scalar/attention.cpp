@@ -76,24 +76,33 @@ void score_tile(const uint8_t* packed, const uint8_t*, int dim, int bits, const 
   }
 }
 
-void scale_scores(const int32_t* scores, const uint16_t* key_scales, float unit, float mean_score,
-                  float* out) {
-  for (int t = 0; t < kTileTokens; ++t)
-    out[t] = static_cast<float>(scores[t]) * (half_to_float(key_scales[t]) * unit) + mean_score;
+void score_mean(const float* query, const int8_t* mean, float mean_scale, int dim, int rows,
+                float* means) {
+  for (int r = 0; r < rows; ++r) {
+    const float* q = query + r * dim;
+    float lane[16];
+    for (int j = 0; j < 16; ++j) lane[j] = q[j] * static_cast<float>(mean[j]);
+    for (int i = 16; i < dim; i += 16)
+      for (int j = 0; j < 16; ++j) lane[j] = lane[j] + q[i + j] * static_cast<float>(mean[i + j]);
+    means[r] = fold(lane) * mean_scale;
+  }
 }
 
-float score_mean(const float* query, const int8_t* mean, float mean_scale, int dim) {
-  float lane[16];
-  for (int j = 0; j < 16; ++j) lane[j] = query[j] * static_cast<float>(mean[j]);
-  for (int i = 16; i < dim; i += 16)
-    for (int j = 0; j < 16; ++j) lane[j] = lane[j] + query[i + j] * static_cast<float>(mean[i + j]);
-  return fold(lane) * mean_scale;
+void scale_scores(const int32_t* scores, const uint16_t* key_scales, const float* units,
+                  const float* means, int rows, float* out) {
+  for (int i = 0; i < rows * kTileTokens; ++i) {
+    const int r = i / kTileTokens, t = i % kTileTokens;
+    out[i] = static_cast<float>(scores[i]) * (half_to_float(key_scales[t]) * units[r]) + means[r];
+  }
 }
 
-bool softmax(const float* scores, Softmax* state, float* acc, int dim, float* p) {
+void softmax_row(const float* scores, Softmax* state, float* acc, int dim, float* p) {
   float max = kNegativeInfinity;
   for (int t = 0; t < kTileTokens; ++t) max = scores[t] > max ? scores[t] : max;
-  if (max == kNegativeInfinity) return false;
+  if (max == kNegativeInfinity) {
+    for (int t = 0; t < kTileTokens; ++t) p[t] = 0.0f;
+    return;
+  }
   if (max > state->max) {
     const float shrink = exp2_nonpositive(state->max - max);
     for (int j = 0; j < 16; ++j) state->lanes[j] = state->lanes[j] * shrink;
@@ -103,11 +112,15 @@ bool softmax(const float* scores, Softmax* state, float* acc, int dim, float* p)
   for (int t = 0; t < kTileTokens; ++t) p[t] = exp2_nonpositive(scores[t] - state->max);
   for (int j = 0; j < 16; ++j)
     state->lanes[j] = state->lanes[j] + ((p[j] + p[16 + j]) + (p[32 + j] + p[48 + j]));
-  return true;
 }
 
-float quantize_weights(const float* p, const uint16_t* value_scales, bool exact, void* out,
-                       int32_t* sum) {
+void softmax(const float* scores, Softmax* states, float* acc, int dim, int rows, float* p) {
+  for (int r = 0; r < rows; ++r)
+    softmax_row(scores + r * kTileTokens, states + r, acc + r * dim, dim, p + r * kTileTokens);
+}
+
+float quantize_row(const float* p, const uint16_t* value_scales, bool exact, void* out,
+                   int32_t* sum) {
   float u[kTileTokens], largest = 0.0f;
   for (int t = 0; t < kTileTokens; ++t) {
     u[t] = p[t] > 0.0f ? p[t] * half_to_float(value_scales[t]) : 0.0f;
@@ -123,6 +136,14 @@ float quantize_weights(const float* p, const uint16_t* value_scales, bool exact,
     *sum += w;
   }
   return any ? largest / limit : 0.0f;
+}
+
+void quantize_weights(const float* p, const uint16_t* value_scales, bool exact, int rows, void* out,
+                      int32_t* sums, float* units) {
+  for (int r = 0; r < rows; ++r)
+    units[r] =
+        quantize_row(p + r * kTileTokens, value_scales, exact,
+                     static_cast<uint8_t*>(out) + r * kTileTokens * integer_bytes(exact), &sums[r]);
 }
 
 void accumulate_tile(const uint8_t* packed, const uint8_t*, int dim, int bits, const void* weights,
@@ -175,8 +196,8 @@ void accumulate_exact(const void* values, Float type, int64_t stride, int tokens
 }  // namespace
 
 const AttentionKernels attention{
-    quantize_query,   score_tile,      scale_scores, score_mean,       softmax,
-    quantize_weights, accumulate_tile, score_exact,  accumulate_exact,
+    quantize_query,   score_tile,      score_mean,  scale_scores,     softmax,
+    quantize_weights, accumulate_tile, score_exact, accumulate_exact,
 };
 
 }  // namespace kvq::scalar

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tests.cases import Case, State
+from tests.cases import State
 
 BUDGET = {"exact": 1e-3, "fast": 6e-2}
 """Relative L2 error of the worst head against float arithmetic on the same codes."""
@@ -48,7 +48,7 @@ def live_exact(state: State) -> list[Tensor]:
     return [x[row, :, :n] for row, n in enumerate(held) for x in buffers]
 
 
-def assert_state_equal(state: State, expected: State, case: Case) -> None:
+def assert_state_equal(state: State, expected: State) -> None:
     """Equal bookkeeping, balance and tokens; memory without tokens may differ in the buffers."""
     assert_same(state.lengths, expected.lengths)
     assert_same(state.block_table, expected.block_table)
@@ -56,8 +56,3 @@ def assert_state_equal(state: State, expected: State, case: Case) -> None:
     assert_same(state.balance, expected.balance)
     for part, wanted in zip(live_exact(state), live_exact(expected), strict=True):
         assert_same(part, wanted)
-
-
-def state_bytes(state: State) -> list[Tensor]:
-    """Every byte of a state, for a comparison that sees NaN payloads and unused memory."""
-    return [x.contiguous().view(torch.uint8).clone() for x in state]

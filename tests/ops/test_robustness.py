@@ -138,7 +138,7 @@ def test_threads_do_not_change_a_bit(tier: str, case: Case, threads: Callable[[i
     for count in (1, 2, 3):
         threads(count)
         state = cases.make_state(case, torch_kvq.quantize_tile_)
-        assert_state_equal(state, expected.state, case)
+        assert_state_equal(state, expected.state)
         results.append(
             [
                 torch_kvq.lut_attention(

