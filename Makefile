@@ -13,10 +13,11 @@ export HF_HUB_OFFLINE ?= 1
 # PyTorch's build looks for ninja on the path.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help demo test lint format build clean
+.PHONY: help demo test test-kernels lint format build clean
 help:
 	@echo "make demo    answer a question about a long text with a packed cache (ARGS=--help)"
 	@echo "make test    all tests and the examples of the documentation (ARGS=-x)"
+	@echo "make test-kernels  the kernels alone, under the address and undefined-behaviour sanitizers"
 	@echo "make build   compile the extension in place"
 	@echo "make lint    check style and types; make format mends the style"
 	@echo "make clean   remove everything built but the virtual environment"
@@ -27,6 +28,16 @@ demo: build
 test: build
 	$(BIN)/python -m pytest tests $(ARGS)
 	$(BIN)/python -m pytest --doctest-modules torch_kvq
+
+# Without PyTorch: every instruction set of this machine against the scalar kernels.
+test-kernels: build/test_kernels
+	build/test_kernels
+
+SANITIZERS ?= -fsanitize=address,undefined -fno-sanitize-recover=all
+build/test_kernels: $(CPP)
+	@mkdir -p build
+	$(CXX) -std=c++17 -O1 -g -ffp-contract=off -w $(SANITIZERS) -I. -o $@ \
+	  ops_cpu/test/test_kernels.cpp ops_cpu/*.cpp $(foreach d,scalar avx2 avx512vnni,ops_cpu/$(d)/*.cpp)
 
 build: $(VENV)/.built
 

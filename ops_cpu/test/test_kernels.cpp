@@ -1,0 +1,223 @@
+// Every instruction set of this machine against the scalar kernels, bit for bit, without torch.
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "ops_cpu/append.h"
+#include "ops_cpu/attention.h"
+#include "ops_cpu/half.h"
+#include "ops_cpu/kernels.h"
+#include "ops_cpu/packing.h"
+
+namespace {
+
+using namespace kvq;
+
+int failures = 0;
+
+void expect(bool ok, const std::string& what) {
+  if (ok) return;
+  ++failures;
+  std::printf("FAILED %s\n", what.c_str());
+}
+
+template <typename T>
+bool same(const std::vector<T>& a, const std::vector<T>& b) {
+  return a.size() == b.size() && !std::memcmp(a.data(), b.data(), a.size() * sizeof(T));
+}
+
+std::mt19937 engine(1);
+
+std::vector<float> normal(size_t count, float sigma = 1.0f) {
+  std::normal_distribution<float> draw(0.0f, sigma);
+  std::vector<float> x(count);
+  for (float& v : x) v = draw(engine);
+  return x;
+}
+
+const Kernels& scalar_tier() {
+  const Kernels* last = nullptr;
+  for (auto p = available(); *p; ++p) last = *p;
+  return *last;
+}
+
+void run_inline(int64_t count, const std::function<void(int64_t, int64_t)>& body) {
+  if (count > 0) body(0, count);
+}
+
+void test_transform(const Kernels& k) {
+  for (int dim = kMinHeadDim; dim <= kMaxHeadDim; dim += 16) {
+    const std::vector<float> x = normal(dim);
+    std::vector<float> a = x, b = x;
+    k.transform->fwht(a.data(), rotation(dim));
+    scalar_tier().transform->fwht(b.data(), rotation(dim));
+    expect(same(a, b), "fwht " + std::to_string(dim));
+    k.transform->fwht_inverse(a.data(), rotation(dim));
+    scalar_tier().transform->fwht_inverse(b.data(), rotation(dim));
+    expect(same(a, b), "fwht_inverse " + std::to_string(dim));
+    float worst = 0.0f;
+    for (int d = 0; d < dim; ++d) worst = std::max(worst, std::fabs(a[d] - x[d]));
+    expect(worst < 1e-5f, "fwht_inverse undoes fwht " + std::to_string(dim));
+  }
+}
+
+void test_conversions(const Kernels& k) {
+  std::vector<uint16_t> all(65536);
+  for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<uint16_t>(i);
+  for (Float type : {Float::kFloat16, Float::kBFloat16}) {
+    std::vector<float> a(all.size()), b(all.size());
+    k.transform->load(all.data(), type, a.data(), all.size());
+    scalar_tier().transform->load(all.data(), type, b.data(), all.size());
+    for (size_t i = 0; i < a.size(); ++i)  // a signalling NaN may come out quiet
+      if (a[i] != a[i] && b[i] != b[i]) a[i] = b[i] = 0.0f;
+    expect(same(a, b), "load");
+    std::vector<float> x = normal(1001, 100.0f);
+    x[0] = 65504.0f, x[1] = 65519.9f, x[2] = 65520.0f, x[3] = 1e-7f, x[4] = 3e-8f, x[5] = -0.0f;
+    std::vector<uint16_t> c(x.size()), d(x.size());
+    k.transform->store(x.data(), c.data(), type, x.size());
+    scalar_tier().transform->store(x.data(), d.data(), type, x.size());
+    expect(same(c, d), "store");
+  }
+}
+
+void test_encode(const Kernels& k) {
+  for (int dim : {32, 48, 80, 128, 144, 512})
+    for (int bits : {2, 3, 4})
+      for (float sigma : {1.0f, 1e-30f, 3e4f, 0.0f}) {
+        const std::vector<float> z = normal(dim, sigma);
+        std::vector<uint8_t> a(dim), b(dim);
+        uint16_t scale_a, scale_b;
+        k.encode->encode(z.data(), dim, bits, a.data(), &scale_a);
+        scalar_tier().encode->encode(z.data(), dim, bits, b.data(), &scale_b);
+        expect(same(a, b) && scale_a == scale_b,
+               "encode " + std::to_string(dim) + " at " + std::to_string(bits));
+      }
+}
+
+// A layer of two rows, appended to in uneven steps, and attention over it.
+struct Layer {
+  Layout layout;
+  LayerState state;
+  std::vector<uint8_t> storage;
+  std::vector<int32_t> table, lengths;
+  std::vector<float> balance, key, value;
+
+  Layer(int key_dim, int value_dim, int key_bits, int value_bits, int64_t heads, int64_t tokens) {
+    layout = make_layout(key_dim, value_dim, key_bits, value_bits, 4);
+    const int64_t batch = 2, pages = tokens / kTileTokens + 1, capacity = 160;
+    storage.assign(batch * pages * heads * layout.record_bytes + 64, 0xFF);
+    for (int64_t i = 0; i < batch * pages; ++i) table.push_back(static_cast<int32_t>(i));
+    std::shuffle(table.begin(), table.end(), std::mt19937(2));
+    lengths = {0, 0, 0, 5, 0, 0};
+    balance.assign(batch * heads * key_dim, 0.0f);
+    const float nan = bits_float(0x7FC00000);
+    key.assign(batch * heads * capacity * key_dim, nan);
+    value.assign(batch * heads * capacity * value_dim, nan);
+    auto* tiles = storage.data() + (64 - reinterpret_cast<uintptr_t>(storage.data()) % 64) % 64;
+    state = {layout,        Float::kFloat32, batch,          heads,
+             batch * pages, pages,           capacity,       4,
+             tiles,         table.data(),    balance.data(), key.data(),
+             value.data(),  lengths.data()};
+  }
+};
+
+std::vector<float> attend(const Kernels& k, Layer& layer, int64_t group, int64_t queries,
+                          const std::vector<float>& query, bool exact) {
+  const Layout& f = layer.layout;
+  const LayerState& s = layer.state;
+  const int64_t heads = s.kv_heads * group;
+  std::vector<float> out(s.batch * heads * queries * f.value_dim), lse(s.batch * heads * queries);
+  AttentionCall c{};
+  c.layout = f;
+  c.type = c.query_type = Float::kFloat32;
+  c.batch = s.batch, c.heads = heads, c.kv_heads = s.kv_heads, c.queries = queries;
+  c.max_pages = s.max_pages, c.sink_tokens = s.sink_tokens;
+  c.query = query.data();
+  c.query_stride[0] = heads * queries * f.key_dim;
+  c.query_stride[1] = queries * f.key_dim;
+  c.query_stride[2] = f.key_dim;
+  c.tiles = s.tiles;
+  c.tiles_stride[0] = s.kv_heads * f.record_bytes, c.tiles_stride[1] = f.record_bytes;
+  c.block_table = s.block_table, c.balance = s.balance;
+  c.exact_key = s.exact_key, c.exact_value = s.exact_value;
+  for (auto [stride, dim] : {std::pair<int64_t*, int64_t>{c.exact_key_stride, f.key_dim},
+                             {c.exact_value_stride, f.value_dim}}) {
+    stride[0] = s.kv_heads * s.capacity * dim;
+    stride[1] = s.capacity * dim;
+    stride[2] = dim;
+  }
+  c.lengths = s.lengths;
+  c.scale = 0.3f, c.is_causal = true, c.exact = exact;
+  c.out = out.data(), c.lse = lse.data();
+  attention(k, c, run_inline);
+  out.insert(out.end(), lse.begin(), lse.end());
+  return out;
+}
+
+void test_layer(const Kernels& k, int key_dim, int value_dim, int key_bits, int value_bits,
+                int64_t group, int64_t queries) {
+  const int64_t heads = 2, tokens = 333;
+  const std::string name = std::to_string(key_dim) + "/" + std::to_string(value_dim) + " at " +
+                           std::to_string(key_bits) + "/" + std::to_string(value_bits) +
+                           ", group " + std::to_string(group);
+  const std::vector<float> key = normal(2 * heads * tokens * key_dim, 2.0f);
+  const std::vector<float> value = normal(2 * heads * tokens * value_dim);
+  const std::vector<float> query = normal(2 * heads * group * queries * key_dim);
+  std::vector<float> results[2];
+  std::vector<uint8_t> records[2];
+  int at = 0;
+  for (const Kernels* tier : {&k, &scalar_tier()}) {
+    Layer layer(key_dim, value_dim, key_bits, value_bits, heads, tokens);
+    const AppendRule rule{64, 96};
+    for (int64_t done = 0, step = 1; done < tokens; done += step, step = step % 70 + 23) {
+      step = std::min(step, tokens - done);
+      const NewTokens k_new{key.data() + done * key_dim,
+                            {heads * tokens * key_dim, tokens * key_dim, key_dim}};
+      const NewTokens v_new{value.data() + done * value_dim,
+                            {heads * tokens * value_dim, tokens * value_dim, value_dim}};
+      check_append(layer.state, step, rule);
+      append(*tier, layer.state, k_new, v_new, step, rule, run_inline);
+    }
+    results[at] = attend(*tier, layer, group, queries, query, true);
+    const auto* tiles = layer.state.tiles;
+    records[at].assign(tiles, tiles + layer.state.pages * heads * layer.layout.record_bytes);
+    for (float x : results[at]) expect(x == x, "no NaN " + name);
+    if (tier == &k) {
+      const std::vector<float> fast = attend(*tier, layer, group, queries, query, false);
+      double error = 0.0, norm = 0.0;
+      for (size_t i = 0; i < fast.size(); ++i) {
+        error += (fast[i] - results[at][i]) * (fast[i] - results[at][i]);
+        norm += results[at][i] * results[at][i];
+      }
+      expect(error < 36e-4 * norm, "fast " + name);
+    }
+    ++at;
+  }
+  expect(same(records[0], records[1]), "records " + name);
+  expect(same(results[0], results[1]), "attention " + name);
+}
+
+}  // namespace
+
+int main() {
+  for (auto tier = available(); *tier; ++tier) {
+    const Kernels& k = **tier;
+    const int before = failures;
+    test_transform(k);
+    test_conversions(k);
+    test_encode(k);
+    for (int bits : {4, 3, 2})
+      for (int group : {1, 2, 3, 4, 5, 7, 8, 16}) test_layer(k, 64, 64, bits, bits, group, 1);
+    for (int dim : {32, 48, 80, 96, 112, 128, 192, 512}) test_layer(k, dim, dim, 4, 3, 3, 1);
+    test_layer(k, 128, 64, 3, 2, 4, 5);
+    test_layer(k, 64, 96, kPassThroughBits, kPassThroughBits, 2, 7);
+    std::printf("%-12s %s%s\n", k.name, failures == before ? "equals scalar" : "DIFFERS",
+                &k == &active() ? ", active" : "");
+  }
+  return failures ? EXIT_FAILURE : EXIT_SUCCESS;
+}
