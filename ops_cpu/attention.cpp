@@ -160,14 +160,16 @@ class Unit {
 
   void attend_tiles(int64_t begin, int64_t end) {
     if (begin >= end) return;
+    // Tiles prefetch their successors, also across splits; the first has no predecessor.
+    if (begin == 0) prefetch(record_of(0), 0, f_.record_bytes);
     rotate_query();
     for (int64_t tile = begin; tile < end; ++tile) {
       const int64_t token = c_.sink_tokens + tile * kTileTokens;
       const int64_t left = c_.sink_tokens + row_.quantized - token;
       const int count = static_cast<int>(std::min<int64_t>(kTileTokens, left));
       if (!visible(row_.start + token, count)) continue;
-      attend_tile(record_of(tile), record_of(std::min(tile + 1, end - 1)), row_.start + token,
-                  count);
+      attend_tile(record_of(tile), record_of(std::min(tile + 1, row_.tiles - 1)),
+                  row_.start + token, count);
     }
   }
 
@@ -176,13 +178,15 @@ class Unit {
     return c_.tiles + page * c_.tiles_stride[0] + head_ * c_.tiles_stride[1];
   }
 
+  static void prefetch(const uint8_t* record, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i += 64) __builtin_prefetch(record + i);
+  }
+
   // The kernels prefetch the codes of the next tile; the scales and the mean are left.
   void prefetch_metadata(const uint8_t* next) const {
-    for (int64_t i = 0; i < 2 * kTileTokens; i += 64) {
-      __builtin_prefetch(next + f_.key_scale + i);
-      __builtin_prefetch(next + f_.value_scale + i);
-    }
-    for (int64_t i = f_.mean; i < f_.record_bytes; i += 64) __builtin_prefetch(next + i);
+    prefetch(next, f_.key_scale, f_.key_code);
+    prefetch(next, f_.value_scale, f_.value_code);
+    prefetch(next, f_.mean, f_.record_bytes);
   }
 
   void attend_tile(const uint8_t* record, const uint8_t* next, int64_t position, int count) {
