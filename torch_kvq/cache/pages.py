@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
+from torch_kvq._extension import advise_huge_pages
+
 _GROWTH = 8
 """A pool that runs out grows by one part in so many."""
 
@@ -47,6 +49,7 @@ class PagePool:
         held = len(self._counts)
         end = held + max(missing, held // _GROWTH)
         tiles = self.tiles.new_empty((end, *self.tiles.shape[1:]))
+        advise_huge_pages(tiles)
         tiles[:held].copy_(self.tiles)
         self.tiles = tiles
         self._counts += [0] * (end - held)
