@@ -250,7 +250,9 @@ class Unit {
   void attend_chunk(const uint8_t* key, int64_t key_step, const uint8_t* value, int64_t value_step,
                     int64_t position, int count) {
     const AttentionKernels& k = *kernels_.attention;
-    k.score_exact(key, c_.type, key_step, count, f_.key_dim, s_.query.data(), rows_, s_.logits);
+    const int64_t item = size_of(c_.type);
+    k.score_exact(key, c_.type, key_step, count, f_.key_dim, s_.query.data(), rows_, value,
+                  value_step * item, static_cast<int>(f_.value_dim * item), s_.logits);
     for (int r = 0; r < rows_; ++r) mask_row(r, position, count, s_.logits + r * kTileTokens);
     k.softmax(s_.logits, s_.softmax, s_.acc.data(), f_.value_dim, rows_, s_.p);
     bool zeros = false;

@@ -68,9 +68,11 @@ struct AttentionKernels {
   void (*accumulate_tile)(const uint8_t* codes, const uint8_t* next, int dim, int bits,
                           const void* weights, bool exact, const int32_t* sums, const float* units,
                           int rows, float* acc);
-  // scores[rows, 64] of up to 64 exact keys, `stride` elements apart.
+  // scores[rows, 64] of up to 64 exact keys, `stride` elements apart. Their values, `value_bytes`
+  // every `value_step` bytes, are prefetched meanwhile.
   void (*score_exact)(const void* keys, Float type, int64_t stride, int tokens, int dim,
-                      const float* query, int rows, float* scores);
+                      const float* query, int rows, const uint8_t* values, int64_t value_step,
+                      int value_bytes, float* scores);
   // acc[rows, dim] += p[rows, 64] * values; with `skip_zero` a value of weight 0 is not read.
   void (*accumulate_exact)(const void* values, Float type, int64_t stride, int tokens, int dim,
                            const float* p, int rows, bool skip_zero, float* acc);

@@ -365,10 +365,13 @@ inline __m128 fold4(const __m256* lo, const __m256* hi) {
 }
 
 void score_exact(const void* keys, Float type, int64_t stride, int tokens, int dim,
-                 const float* query, int rows, float* scores) {
+                 const float* query, int rows, const uint8_t* values, int64_t value_step,
+                 int value_bytes, float* scores) {
   constexpr int kTokens = 4;
   alignas(32) float key[kTokens * kMaxHeadDim];
   for (int t = 0; t < tokens; t += kTokens) {
+    for (int i = t; i < t + kTokens && i < tokens; ++i)
+      for (int b = 0; b < value_bytes; b += 64) prefetch(values + i * value_step + b);
     for (int i = 0; i < kTokens; ++i) {
       const int token = t + i < tokens ? t + i : tokens - 1;
       const auto* k = static_cast<const uint8_t*>(keys) + token * stride * size_of(type);

@@ -320,9 +320,12 @@ inline __m128 fold4(const __m512* sums) {
 
 // Scores of four tokens, whose keys stay in the first cache, with every row.
 void score_exact(const void* keys, Float type, int64_t stride, int tokens, int dim,
-                 const float* query, int rows, float* scores) {
+                 const float* query, int rows, const uint8_t* values, int64_t value_step,
+                 int value_bytes, float* scores) {
   constexpr int kTokens = 4;
   for (int t = 0; t < tokens; t += kTokens) {
+    for (int i = t; i < t + kTokens && i < tokens; ++i)
+      for (int b = 0; b < value_bytes; b += 64) prefetch(values + i * value_step + b);
     const uint8_t* key[kTokens];
     for (int i = 0; i < kTokens; ++i)
       key[i] = static_cast<const uint8_t*>(keys) +

@@ -164,7 +164,7 @@ void accumulate_tile(const uint8_t* packed, const uint8_t*, int dim, int bits, c
 }
 
 void score_exact(const void* keys, Float type, int64_t stride, int tokens, int dim,
-                 const float* query, int rows, float* scores) {
+                 const float* query, int rows, const uint8_t*, int64_t, int, float* scores) {
   float key[kMaxHeadDim];
   for (int t = 0; t < tokens; ++t) {
     transform.load(static_cast<const uint8_t*>(keys) + t * stride * size_of(type), type, key, dim);
