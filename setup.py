@@ -29,6 +29,7 @@ def extension() -> dict:
     flags += [
         "-Wall",
         "-Wextra",
+        "-Wno-uninitialized",
         "-Wno-maybe-uninitialized",
         f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}",
     ]

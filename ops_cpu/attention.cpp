@@ -152,9 +152,9 @@ class Unit {
       float* x = s_.rotated.data() + r * f_.key_dim;
       for (int d = 0; d < f_.key_dim; ++d) x[d] = q[d] / balance[d] * signs[d];
       kernels_.transform->fwht(x, rotation(f_.key_dim));
-      kernels_.attention->quantize_query(
-          x, f_.key_dim, c_.exact, s_.integers.data() + r * f_.key_dim * integer_bytes(c_.exact),
-          &s_.sums[r], &s_.units[r]);
+      kernels_.packed->quantize_query(x, f_.key_dim, c_.exact,
+                                      s_.integers.data() + r * f_.key_dim * integer_bytes(c_.exact),
+                                      &s_.sums[r], &s_.units[r]);
     }
   }
 
@@ -190,7 +190,7 @@ class Unit {
   }
 
   void attend_tile(const uint8_t* record, const uint8_t* next, int64_t position, int count) {
-    const AttentionKernels& k = *kernels_.attention;
+    const PackedAttentionKernels& k = *kernels_.packed;
     const auto* key_scales = reinterpret_cast<const uint16_t*>(record + f_.key_scale);
     const auto* value_scales = reinterpret_cast<const uint16_t*>(record + f_.value_scale);
     const auto* mean = reinterpret_cast<const int8_t*>(record + f_.mean);
@@ -204,7 +204,7 @@ class Unit {
     k.score_mean(s_.query.data(), mean, mean_scale, f_.key_dim, rows_, s_.means);
     k.scale_scores(s_.scores, key_scales, s_.units, s_.means, rows_, s_.logits);
     for (int r = 0; r < rows_; ++r) mask_row(r, position, count, s_.logits + r * kTileTokens);
-    k.softmax(s_.logits, s_.softmax, s_.acc.data(), f_.value_dim, rows_, s_.p);
+    kernels_.softmax->softmax(s_.logits, s_.softmax, s_.acc.data(), f_.value_dim, rows_, s_.p);
     k.quantize_weights(s_.p, value_scales, c_.exact, rows_, s_.weights, s_.weight_sums, s_.factors);
     k.accumulate_tile(record + f_.value_code, next + f_.value_code, f_.value_dim, f_.value_bits,
                       s_.weights, c_.exact, s_.weight_sums, s_.factors, rows_, s_.acc.data());
@@ -249,12 +249,12 @@ class Unit {
 
   void attend_chunk(const uint8_t* key, int64_t key_step, const uint8_t* value, int64_t value_step,
                     int64_t position, int count) {
-    const AttentionKernels& k = *kernels_.attention;
+    const ExactAttentionKernels& k = *kernels_.exact;
     const int64_t item = size_of(c_.type);
     k.score_exact(key, c_.type, key_step, count, f_.key_dim, s_.query.data(), rows_, value,
                   value_step * item, static_cast<int>(f_.value_dim * item), s_.logits);
     for (int r = 0; r < rows_; ++r) mask_row(r, position, count, s_.logits + r * kTileTokens);
-    k.softmax(s_.logits, s_.softmax, s_.acc.data(), f_.value_dim, rows_, s_.p);
+    kernels_.softmax->softmax(s_.logits, s_.softmax, s_.acc.data(), f_.value_dim, rows_, s_.p);
     bool zeros = false;
     for (int r = 0; r < rows_; ++r)
       for (int t = 0; t < count; ++t) zeros |= s_.p[r * kTileTokens + t] == 0.0f;

@@ -10,11 +10,14 @@ namespace kvq {
 namespace {
 
 struct Tiers {
-  const Kernels scalar{"scalar", &scalar::transform, &scalar::encode, &scalar::attention};
+  const Kernels scalar{"scalar",         &scalar::transform,        &scalar::encode,
+                       &scalar::softmax, &scalar::packed_attention, &scalar::exact_attention};
 #if defined(__x86_64__)
-  const Kernels avx2{"avx2", &avx2::transform, &avx2::encode, &avx2::attention};
-  const Kernels avx512vnni{"avx512vnni", &avx512vnni::transform, &avx512vnni::encode,
-                           &avx512vnni::attention};
+  const Kernels avx2{"avx2",         &avx2::transform,        &avx2::encode,
+                     &avx2::softmax, &avx2::packed_attention, &avx2::exact_attention};
+  const Kernels avx512vnni{
+      "avx512vnni",         &avx512vnni::transform,        &avx512vnni::encode,
+      &avx512vnni::softmax, &avx512vnni::packed_attention, &avx512vnni::exact_attention};
 #endif
   const Kernels* list[8] = {};
 

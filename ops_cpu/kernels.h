@@ -43,7 +43,13 @@ struct Softmax {
   float lanes[16];  // the sum of the weights, by token modulo 16
 };
 
-struct AttentionKernels {
+struct SoftmaxKernels {
+  // p[rows, 64] = 2^(scores - max), after moving the maximum, the sum and acc[rows, dim] to the
+  // new maximum; zeros where all scores of a row are -inf.
+  void (*softmax)(const float* scores, Softmax* states, float* acc, int dim, int rows, float* p);
+};
+
+struct PackedAttentionKernels {
   // Integers of a query row, integer_bytes(exact) * dim bytes in the tier's own order within each
   // four channels, with their sum and their unit.
   void (*quantize_query)(const float* x, int dim, bool exact, void* out, int32_t* sum, float* unit);
@@ -57,9 +63,6 @@ struct AttentionKernels {
   // out[rows, 64] = scores * (key_scale * unit) + mean.
   void (*scale_scores)(const int32_t* scores, const uint16_t* key_scales, const float* units,
                        const float* means, int rows, float* out);
-  // p[rows, 64] = 2^(scores - max), after moving the maximum, the sum and acc[rows, dim] to the
-  // new maximum; zeros where all scores of a row are -inf.
-  void (*softmax)(const float* scores, Softmax* states, float* acc, int dim, int rows, float* p);
   // Integers of p * value_scale, ordered within each four tokens like a query, their sums and
   // their units, 0 when all are zero.
   void (*quantize_weights)(const float* p, const uint16_t* value_scales, bool exact, int rows,
@@ -68,6 +71,9 @@ struct AttentionKernels {
   void (*accumulate_tile)(const uint8_t* codes, const uint8_t* next, int dim, int bits,
                           const void* weights, bool exact, const int32_t* sums, const float* units,
                           int rows, float* acc);
+};
+
+struct ExactAttentionKernels {
   // scores[rows, 64] of up to 64 exact keys, `stride` elements apart. Their values, `value_bytes`
   // every `value_step` bytes, are prefetched meanwhile.
   void (*score_exact)(const void* keys, Float type, int64_t stride, int tokens, int dim,
@@ -82,23 +88,31 @@ struct Kernels {
   const char* name;
   const TransformKernels* transform;
   const EncodeKernels* encode;
-  const AttentionKernels* attention;
+  const SoftmaxKernels* softmax;
+  const PackedAttentionKernels* packed;
+  const ExactAttentionKernels* exact;
 };
 
 namespace scalar {
 extern const TransformKernels transform;
 extern const EncodeKernels encode;
-extern const AttentionKernels attention;
+extern const SoftmaxKernels softmax;
+extern const PackedAttentionKernels packed_attention;
+extern const ExactAttentionKernels exact_attention;
 }  // namespace scalar
 namespace avx2 {
 extern const TransformKernels transform;
 extern const EncodeKernels encode;
-extern const AttentionKernels attention;
+extern const SoftmaxKernels softmax;
+extern const PackedAttentionKernels packed_attention;
+extern const ExactAttentionKernels exact_attention;
 }  // namespace avx2
 namespace avx512vnni {
 extern const TransformKernels transform;
 extern const EncodeKernels encode;
-extern const AttentionKernels attention;
+extern const SoftmaxKernels softmax;
+extern const PackedAttentionKernels packed_attention;
+extern const ExactAttentionKernels exact_attention;
 }  // namespace avx512vnni
 
 // Tables of this machine, fastest first, ended by null.

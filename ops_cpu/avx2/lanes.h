@@ -44,5 +44,9 @@ inline __m256 exp2_nonpositive8(__m256 x) {
   return _mm256_and_ps(p, normal);
 }
 
+inline void prefetch(const uint8_t* p) {
+  _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
+}
+
 }  // namespace
 }  // namespace kvq::avx2

@@ -43,5 +43,9 @@ inline __m512 exp2_nonpositive16(__m512 x) {
       normal, _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), exponent)));
 }
 
+inline void prefetch(const uint8_t* p) {
+  _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
+}
+
 }  // namespace
 }  // namespace kvq::avx512vnni

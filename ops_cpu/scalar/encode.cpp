@@ -3,23 +3,10 @@
 
 #include "ops_cpu/half.h"
 #include "ops_cpu/kernels.h"
+#include "ops_cpu/scalar/lanes.h"
 
 namespace kvq::scalar {
 namespace {
-
-float fold(float* lane) {
-  for (int half = 8; half >= 1; half /= 2)
-    for (int j = 0; j < half; ++j) lane[j] = lane[j] + lane[j + half];
-  return lane[0];
-}
-
-float dot(const float* x, const float* y, int dim) {
-  float lane[16];
-  for (int j = 0; j < 16; ++j) lane[j] = x[j] * y[j];
-  for (int i = 16; i < dim; i += 16)
-    for (int j = 0; j < 16; ++j) lane[j] = lane[j] + x[i + j] * y[i + j];
-  return fold(lane);
-}
 
 void encode_vector(const float* z, int dim, int bits, uint8_t* codes, uint16_t* scale) {
   const Codebook& book = codebook(bits);

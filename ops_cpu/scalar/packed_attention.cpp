@@ -1,22 +1,12 @@
 #include <cmath>
-#include <cstring>
-#include <limits>
 
-#include "ops_cpu/exp2.h"
 #include "ops_cpu/half.h"
 #include "ops_cpu/kernels.h"
 #include "ops_cpu/packing.h"
+#include "ops_cpu/scalar/lanes.h"
 
 namespace kvq::scalar {
 namespace {
-
-constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
-
-float fold(float* lane) {
-  for (int half = 8; half >= 1; half /= 2)
-    for (int j = 0; j < half; ++j) lane[j] = lane[j] + lane[j + half];
-  return lane[0];
-}
 
 // Integer i of a row written by quantize_query or quantize_weights.
 int integer_at(const void* row, bool exact, int i) {
@@ -80,11 +70,7 @@ void score_mean(const float* query, const int8_t* mean, float mean_scale, int di
                 float* means) {
   for (int r = 0; r < rows; ++r) {
     const float* q = query + r * dim;
-    float lane[16];
-    for (int j = 0; j < 16; ++j) lane[j] = q[j] * static_cast<float>(mean[j]);
-    for (int i = 16; i < dim; i += 16)
-      for (int j = 0; j < 16; ++j) lane[j] = lane[j] + q[i + j] * static_cast<float>(mean[i + j]);
-    means[r] = fold(lane) * mean_scale;
+    means[r] = dot(q, mean, dim) * mean_scale;
   }
 }
 
@@ -94,29 +80,6 @@ void scale_scores(const int32_t* scores, const uint16_t* key_scales, const float
     const int r = i / kTileTokens, t = i % kTileTokens;
     out[i] = static_cast<float>(scores[i]) * (half_to_float(key_scales[t]) * units[r]) + means[r];
   }
-}
-
-void softmax_row(const float* scores, Softmax* state, float* acc, int dim, float* p) {
-  float max = kNegativeInfinity;
-  for (int t = 0; t < kTileTokens; ++t) max = scores[t] > max ? scores[t] : max;
-  if (max == kNegativeInfinity) {
-    for (int t = 0; t < kTileTokens; ++t) p[t] = 0.0f;
-    return;
-  }
-  if (max > state->max) {
-    const float shrink = exp2_nonpositive(state->max - max);
-    for (int j = 0; j < 16; ++j) state->lanes[j] = state->lanes[j] * shrink;
-    for (int d = 0; d < dim; ++d) acc[d] = acc[d] * shrink;
-    state->max = max;
-  }
-  for (int t = 0; t < kTileTokens; ++t) p[t] = exp2_nonpositive(scores[t] - state->max);
-  for (int j = 0; j < 16; ++j)
-    state->lanes[j] = state->lanes[j] + ((p[j] + p[16 + j]) + (p[32 + j] + p[48 + j]));
-}
-
-void softmax(const float* scores, Softmax* states, float* acc, int dim, int rows, float* p) {
-  for (int r = 0; r < rows; ++r)
-    softmax_row(scores + r * kTileTokens, states + r, acc + r * dim, dim, p + r * kTileTokens);
 }
 
 float quantize_row(const float* p, const uint16_t* value_scales, bool exact, void* out,
@@ -163,41 +126,9 @@ void accumulate_tile(const uint8_t* packed, const uint8_t*, int dim, int bits, c
   }
 }
 
-void score_exact(const void* keys, Float type, int64_t stride, int tokens, int dim,
-                 const float* query, int rows, const uint8_t*, int64_t, int, float* scores) {
-  float key[kMaxHeadDim];
-  for (int t = 0; t < tokens; ++t) {
-    transform.load(static_cast<const uint8_t*>(keys) + t * stride * size_of(type), type, key, dim);
-    for (int r = 0; r < rows; ++r) {
-      const float* q = query + r * dim;
-      float lane[16];
-      for (int j = 0; j < 16; ++j) lane[j] = q[j] * key[j];
-      for (int i = 16; i < dim; i += 16)
-        for (int j = 0; j < 16; ++j) lane[j] = lane[j] + q[i + j] * key[i + j];
-      scores[r * kTileTokens + t] = fold(lane);
-    }
-  }
-}
-
-void accumulate_exact(const void* values, Float type, int64_t stride, int tokens, int dim,
-                      const float* p, int rows, bool, float* acc) {
-  float value[kMaxHeadDim];
-  for (int t = 0; t < tokens; ++t) {
-    transform.load(static_cast<const uint8_t*>(values) + t * stride * size_of(type), type, value,
-                   dim);
-    for (int r = 0; r < rows; ++r) {
-      const float weight = p[r * kTileTokens + t];
-      if (weight == 0.0f) continue;
-      for (int d = 0; d < dim; ++d) acc[r * dim + d] = acc[r * dim + d] + weight * value[d];
-    }
-  }
-}
-
 }  // namespace
 
-const AttentionKernels attention{
-    quantize_query,   score_tile,      score_mean,  scale_scores,     softmax,
-    quantize_weights, accumulate_tile, score_exact, accumulate_exact,
-};
+const PackedAttentionKernels packed_attention{quantize_query, score_tile,       score_mean,
+                                              scale_scores,   quantize_weights, accumulate_tile};
 
 }  // namespace kvq::scalar

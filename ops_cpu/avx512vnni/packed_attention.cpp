@@ -104,10 +104,6 @@ inline void multiply(const __m512i* level, const uint8_t* row, int stride,
       }
 }
 
-inline void prefetch(const uint8_t* p) {
-  _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
-}
-
 // Bytes of codes in a step: what it prefetches of the next tile. The 96 bytes of a step of 3 bits
 // touch every line every other time, which the hardware's next-line prefetcher makes up for.
 constexpr int step_bytes(int bits) { return bits == 3 ? 96 : 64; }
@@ -243,40 +239,6 @@ void scale_scores(const int32_t* scores, const uint16_t* key_scales, const float
   }
 }
 
-void rescale(Softmax* state, float max, float* acc, int dim) {
-  const __m512 shrink = _mm512_set1_ps(exp2_nonpositive(state->max - max));
-  _mm512_storeu_ps(state->lanes, _mm512_mul_ps(_mm512_loadu_ps(state->lanes), shrink));
-  for (int d = 0; d < dim; d += 16)
-    _mm512_storeu_ps(acc + d, _mm512_mul_ps(_mm512_loadu_ps(acc + d), shrink));
-  state->max = max;
-}
-
-inline void softmax_row(const float* scores, Softmax* state, float* acc, int dim, float* p) {
-  __m512 s[4], max16 = _mm512_set1_ps(-__builtin_inff());
-  for (int i = 0; i < 4; ++i) {
-    s[i] = _mm512_loadu_ps(scores + 16 * i);
-    max16 = _mm512_max_ps(s[i], max16);
-  }
-  const float max = _mm512_reduce_max_ps(max16);
-  if (max == -__builtin_inff()) {
-    std::memset(p, 0, sizeof(float) * kTileTokens);
-    return;
-  }
-  if (max > state->max) rescale(state, max, acc, dim);
-  const __m512 most = _mm512_set1_ps(state->max);
-  for (int i = 0; i < 4; ++i) {
-    s[i] = exp2_nonpositive16(_mm512_sub_ps(s[i], most));
-    _mm512_storeu_ps(p + 16 * i, s[i]);
-  }
-  const __m512 sum = _mm512_add_ps(_mm512_add_ps(s[0], s[1]), _mm512_add_ps(s[2], s[3]));
-  _mm512_storeu_ps(state->lanes, _mm512_add_ps(_mm512_loadu_ps(state->lanes), sum));
-}
-
-void softmax(const float* scores, Softmax* states, float* acc, int dim, int rows, float* p) {
-  for (int r = 0; r < rows; ++r)
-    softmax_row(scores + r * kTileTokens, states + r, acc + r * dim, dim, p + r * kTileTokens);
-}
-
 inline float quantize_row(const float* p, const uint16_t* value_scales, bool exact, void* out,
                           int32_t* sum) {
   alignas(64) float u[kTileTokens];
@@ -303,113 +265,10 @@ void quantize_weights(const float* p, const uint16_t* value_scales, bool exact, 
                      static_cast<uint8_t*>(out) + r * kTileTokens * integer_bytes(exact), &sums[r]);
 }
 
-// Lane sums of four tokens with one query row, as four scores.
-inline __m128 fold4(const __m512* sums) {
-  __m256 four[2];
-  for (int i = 0; i < 2; ++i) {
-    const __m256 a = fold8(sums[2 * i]), b = fold8(sums[2 * i + 1]);
-    four[i] = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
-  }
-  // four[0] holds tokens 0 | 1 and four[1] tokens 2 | 3, four lanes each.
-  const __m256 two = _mm256_add_ps(_mm256_shuffle_ps(four[0], four[1], 0x44),
-                                   _mm256_shuffle_ps(four[0], four[1], 0xEE));
-  const __m256 one = _mm256_add_ps(two, _mm256_permute_ps(two, 0xB1));
-  const __m128 even = _mm256_castps256_ps128(one), odd = _mm256_extractf128_ps(one, 1);
-  return _mm_unpacklo_ps(_mm_shuffle_ps(even, even, 0x08), _mm_shuffle_ps(odd, odd, 0x08));
-}
-
-// Scores of four tokens, whose keys stay in the first cache, with every row.
-void score_exact(const void* keys, Float type, int64_t stride, int tokens, int dim,
-                 const float* query, int rows, const uint8_t* values, int64_t value_step,
-                 int value_bytes, float* scores) {
-  constexpr int kTokens = 4;
-  for (int t = 0; t < tokens; t += kTokens) {
-    for (int i = t; i < t + kTokens && i < tokens; ++i)
-      for (int b = 0; b < value_bytes; b += 64) prefetch(values + i * value_step + b);
-    const uint8_t* key[kTokens];
-    for (int i = 0; i < kTokens; ++i)
-      key[i] = static_cast<const uint8_t*>(keys) +
-               (t + i < tokens ? t + i : tokens - 1) * stride * size_of(type);
-    for (int r = 0; r < rows; ++r) {
-      const float* q = query + r * dim;
-      __m512 sum[kTokens];
-      for (int i = 0; i < kTokens; ++i) sum[i] = _mm512_setzero_ps();
-      for (int d = 0; d < dim; d += 16) {
-        const __m512 a = _mm512_loadu_ps(q + d);
-        for (int i = 0; i < kTokens; ++i)
-          sum[i] = _mm512_add_ps(sum[i], _mm512_mul_ps(a, load16(key[i], type, d)));
-      }
-      _mm_storeu_ps(scores + r * kTileTokens + t, fold4(sum));
-    }
-  }
-}
-
-// 32 channels of up to four rows stay in registers over all tokens.
-template <int kRows, int kVectors>
-void accumulate_exact_rows(const uint8_t* values, Float type, int64_t step, int tokens, int first,
-                           int dim, const float* p, float* acc) {
-  __m512 a[kRows][kVectors];
-  for (int r = 0; r < kRows; ++r)
-    for (int i = 0; i < kVectors; ++i) a[r][i] = _mm512_loadu_ps(acc + r * dim + first + 16 * i);
-  for (int t = 0; t < tokens; ++t) {
-    __m512 v[kVectors];
-    for (int i = 0; i < kVectors; ++i) v[i] = load16(values + t * step, type, first + 16 * i);
-    for (int r = 0; r < kRows; ++r) {
-      const __m512 w = _mm512_set1_ps(p[r * kTileTokens + t]);
-      for (int i = 0; i < kVectors; ++i) a[r][i] = _mm512_add_ps(a[r][i], _mm512_mul_ps(w, v[i]));
-    }
-  }
-  for (int r = 0; r < kRows; ++r)
-    for (int i = 0; i < kVectors; ++i) _mm512_storeu_ps(acc + r * dim + first + 16 * i, a[r][i]);
-}
-
-template <int kRows>
-void accumulate_exact_all(const uint8_t* values, Float type, int64_t step, int tokens, int dim,
-                          const float* p, float* acc) {
-  int d = 0;
-  for (; d + 64 <= dim; d += 64)
-    accumulate_exact_rows<kRows, 4>(values, type, step, tokens, d, dim, p, acc);
-  for (; d < dim; d += 16)
-    accumulate_exact_rows<kRows, 1>(values, type, step, tokens, d, dim, p, acc);
-}
-
-void accumulate_exact(const void* values, Float type, int64_t stride, int tokens, int dim,
-                      const float* p, int rows, bool skip_zero, float* acc) {
-  const auto* v = static_cast<const uint8_t*>(values);
-  const int64_t step = stride * size_of(type);
-  if (skip_zero) {
-    for (int r = 0; r < rows; ++r)
-      for (int t = 0; t < tokens; ++t)
-        if (p[r * kTileTokens + t] != 0.0f)
-          accumulate_exact_all<1>(v + t * step, type, step, 1, dim, p + r * kTileTokens + t,
-                                  acc + r * dim);
-    return;
-  }
-  for (int r = 0; r < rows; r += 4) {
-    const float* w = p + r * kTileTokens;
-    float* a = acc + r * dim;
-    switch (rows - r) {
-      case 1:
-        accumulate_exact_all<1>(v, type, step, tokens, dim, w, a);
-        break;
-      case 2:
-        accumulate_exact_all<2>(v, type, step, tokens, dim, w, a);
-        break;
-      case 3:
-        accumulate_exact_all<3>(v, type, step, tokens, dim, w, a);
-        break;
-      default:
-        accumulate_exact_all<4>(v, type, step, tokens, dim, w, a);
-    }
-  }
-}
-
 }  // namespace
 
-const AttentionKernels attention{
-    quantize_query,   score_tile,      score_mean,  scale_scores,     softmax,
-    quantize_weights, accumulate_tile, score_exact, accumulate_exact,
-};
+const PackedAttentionKernels packed_attention{quantize_query, score_tile,       score_mean,
+                                              scale_scores,   quantize_weights, accumulate_tile};
 
 }  // namespace kvq::avx512vnni
 KVQ_TARGET_END

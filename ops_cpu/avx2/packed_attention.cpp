@@ -136,10 +136,6 @@ inline void multiply(const __m256i* level, const uint8_t* row, int stride, __m25
 // Bytes of codes per step and half: what a step prefetches of the next tile.
 constexpr int step_bytes(int bits) { return bits == 3 ? 48 : 32; }
 
-inline void prefetch(const uint8_t* p) {
-  _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
-}
-
 template <int kBits, int kRows, bool kExact>
 void score_rows(const uint8_t* packed, const uint8_t* next, int dim, const uint8_t* query,
                 const int32_t* sums, int32_t* scores) {
@@ -285,43 +281,6 @@ void scale_scores(const int32_t* scores, const uint16_t* key_scales, const float
   }
 }
 
-void rescale(Softmax* state, float max, float* acc, int dim) {
-  const __m256 shrink = _mm256_set1_ps(exp2_nonpositive(state->max - max));
-  for (int j = 0; j < 16; j += 8)
-    _mm256_storeu_ps(state->lanes + j, _mm256_mul_ps(_mm256_loadu_ps(state->lanes + j), shrink));
-  for (int d = 0; d < dim; d += 8)
-    _mm256_storeu_ps(acc + d, _mm256_mul_ps(_mm256_loadu_ps(acc + d), shrink));
-  state->max = max;
-}
-
-inline void softmax_row(const float* scores, Softmax* state, float* acc, int dim, float* p) {
-  __m256 max8 = _mm256_loadu_ps(scores);
-  for (int t = 8; t < kTileTokens; t += 8) max8 = _mm256_max_ps(_mm256_loadu_ps(scores + t), max8);
-  const float max = largest(max8);
-  if (max == -__builtin_inff()) {
-    std::memset(p, 0, sizeof(float) * kTileTokens);
-    return;
-  }
-  if (max > state->max) rescale(state, max, acc, dim);
-  const __m256 most = _mm256_set1_ps(state->max);
-  __m256 w[8];
-  for (int i = 0; i < 8; ++i) {
-    w[i] = exp2_nonpositive8(_mm256_sub_ps(_mm256_loadu_ps(scores + 8 * i), most));
-    _mm256_storeu_ps(p + 8 * i, w[i]);
-  }
-  for (int j = 0; j < 2; ++j) {
-    const __m256 sum =
-        _mm256_add_ps(_mm256_add_ps(w[j], w[2 + j]), _mm256_add_ps(w[4 + j], w[6 + j]));
-    float* lanes = state->lanes + 8 * j;
-    _mm256_storeu_ps(lanes, _mm256_add_ps(_mm256_loadu_ps(lanes), sum));
-  }
-}
-
-void softmax(const float* scores, Softmax* states, float* acc, int dim, int rows, float* p) {
-  for (int r = 0; r < rows; ++r)
-    softmax_row(scores + r * kTileTokens, states + r, acc + r * dim, dim, p + r * kTileTokens);
-}
-
 inline float quantize_row(const float* p, const uint16_t* value_scales, bool exact, void* out,
                           int32_t* sum) {
   alignas(32) float u[kTileTokens];
@@ -347,111 +306,10 @@ void quantize_weights(const float* p, const uint16_t* value_scales, bool exact, 
                      static_cast<uint8_t*>(out) + r * kTileTokens * integer_bytes(exact), &sums[r]);
 }
 
-// Lane sums of four tokens with one query row, as four scores.
-inline __m128 fold4(const __m256* lo, const __m256* hi) {
-  __m256 eight[4];
-  for (int i = 0; i < 4; ++i) eight[i] = _mm256_add_ps(lo[i], hi[i]);
-  __m256 four[2];
-  for (int i = 0; i < 2; ++i) {
-    const __m256 a = eight[2 * i], b = eight[2 * i + 1];
-    four[i] = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
-  }
-  // four[0] holds tokens 0 | 1 and four[1] tokens 2 | 3, four lanes each.
-  const __m256 two = _mm256_add_ps(_mm256_shuffle_ps(four[0], four[1], 0x44),
-                                   _mm256_shuffle_ps(four[0], four[1], 0xEE));
-  const __m256 one = _mm256_add_ps(two, _mm256_permute_ps(two, 0xB1));
-  const __m128 even = _mm256_castps256_ps128(one), odd = _mm256_extractf128_ps(one, 1);
-  return _mm_unpacklo_ps(_mm_shuffle_ps(even, even, 0x08), _mm_shuffle_ps(odd, odd, 0x08));
-}
-
-void score_exact(const void* keys, Float type, int64_t stride, int tokens, int dim,
-                 const float* query, int rows, const uint8_t* values, int64_t value_step,
-                 int value_bytes, float* scores) {
-  constexpr int kTokens = 4;
-  alignas(32) float key[kTokens * kMaxHeadDim];
-  for (int t = 0; t < tokens; t += kTokens) {
-    for (int i = t; i < t + kTokens && i < tokens; ++i)
-      for (int b = 0; b < value_bytes; b += 64) prefetch(values + i * value_step + b);
-    for (int i = 0; i < kTokens; ++i) {
-      const int token = t + i < tokens ? t + i : tokens - 1;
-      const auto* k = static_cast<const uint8_t*>(keys) + token * stride * size_of(type);
-      for (int d = 0; d < dim; d += 8) _mm256_store_ps(key + i * dim + d, load8(k, type, d));
-    }
-    for (int r = 0; r < rows; ++r) {
-      const float* q = query + r * dim;
-      __m256 lo[kTokens], hi[kTokens];
-      for (int i = 0; i < kTokens; ++i) lo[i] = hi[i] = _mm256_setzero_ps();
-      for (int d = 0; d < dim; d += 16) {
-        const __m256 a = _mm256_loadu_ps(q + d), b = _mm256_loadu_ps(q + d + 8);
-        for (int i = 0; i < kTokens; ++i) {
-          const float* k = key + i * dim + d;
-          lo[i] = _mm256_add_ps(lo[i], _mm256_mul_ps(a, _mm256_load_ps(k)));
-          hi[i] = _mm256_add_ps(hi[i], _mm256_mul_ps(b, _mm256_load_ps(k + 8)));
-        }
-      }
-      _mm_storeu_ps(scores + r * kTileTokens + t, fold4(lo, hi));
-    }
-  }
-}
-
-// Sixteen channels of up to four rows stay in registers over all tokens.
-template <int kRows>
-void accumulate_exact_rows(const uint8_t* values, Float type, int64_t step, int tokens, int dim,
-                           const float* p, float* acc) {
-  for (int d = 0; d < dim; d += 16) {
-    __m256 a[kRows][2];
-    for (int r = 0; r < kRows; ++r)
-      for (int i = 0; i < 2; ++i) a[r][i] = _mm256_loadu_ps(acc + r * dim + d + 8 * i);
-    for (int t = 0; t < tokens; ++t) {
-      const __m256 v[2] = {load8(values + t * step, type, d),
-                           load8(values + t * step, type, d + 8)};
-      for (int r = 0; r < kRows; ++r) {
-        const __m256 w = _mm256_set1_ps(p[r * kTileTokens + t]);
-        for (int i = 0; i < 2; ++i) a[r][i] = _mm256_add_ps(a[r][i], _mm256_mul_ps(w, v[i]));
-      }
-    }
-    for (int r = 0; r < kRows; ++r)
-      for (int i = 0; i < 2; ++i) _mm256_storeu_ps(acc + r * dim + d + 8 * i, a[r][i]);
-  }
-}
-
-void accumulate_exact(const void* values, Float type, int64_t stride, int tokens, int dim,
-                      const float* p, int rows, bool skip_zero, float* acc) {
-  const auto* v = static_cast<const uint8_t*>(values);
-  const int64_t step = stride * size_of(type);
-  if (skip_zero) {
-    for (int r = 0; r < rows; ++r)
-      for (int t = 0; t < tokens; ++t)
-        if (p[r * kTileTokens + t] != 0.0f)
-          accumulate_exact_rows<1>(v + t * step, type, step, 1, dim, p + r * kTileTokens + t,
-                                   acc + r * dim);
-    return;
-  }
-  for (int r = 0; r < rows; r += 4) {
-    const float* w = p + r * kTileTokens;
-    float* a = acc + r * dim;
-    switch (rows - r) {
-      case 1:
-        accumulate_exact_rows<1>(v, type, step, tokens, dim, w, a);
-        break;
-      case 2:
-        accumulate_exact_rows<2>(v, type, step, tokens, dim, w, a);
-        break;
-      case 3:
-        accumulate_exact_rows<3>(v, type, step, tokens, dim, w, a);
-        break;
-      default:
-        accumulate_exact_rows<4>(v, type, step, tokens, dim, w, a);
-    }
-  }
-}
-
 }  // namespace
 
-const AttentionKernels attention{
-    quantize_query,   score_tile,      score_mean,  scale_scores,     softmax,
-    quantize_weights, accumulate_tile, score_exact, accumulate_exact,
-};
+const PackedAttentionKernels packed_attention{quantize_query, score_tile,       score_mean,
+                                              scale_scores,   quantize_weights, accumulate_tile};
 
 }  // namespace kvq::avx2
 KVQ_TARGET_END
