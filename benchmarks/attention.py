@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -130,12 +131,14 @@ def gate(shape: Shape) -> list[Check]:
 
 
 def worst(checks: list[Check]) -> list[Check]:
-    """The check of each name with the greatest value, a value that is no number above all."""
+    """The check of each name with the greatest value; one that is no number is the greatest."""
+
+    def size(check: Check) -> float:
+        return math.inf if math.isnan(check.value) else check.value
+
     by_name: dict[str, Check] = {}
     for check in checks:
-        held = by_name.get(check.name)
-        if held is None or not check.value <= held.value:
-            by_name[check.name] = check
+        by_name[check.name] = max(by_name.get(check.name, check), check, key=size)
     return list(by_name.values())
 
 

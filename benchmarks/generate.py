@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,14 +12,17 @@ from torch import Tensor
 
 from torch_kvq import KVQCache
 
-from . import environment, timing
-from .model import Tokens, continuation, filled, model_and_text, prefill
+from . import environment
+from .model import filled, model_and_text, prefill
 from .quality import TARGETS, Divergence
 from .report import Check, Column, Report, Table
-from .timing import Contestant, Timing
+from .timing import Timing
 
 CONTEXTS = (128, 2048, 8100)
 BITS = 4
+WARM_UP = 2
+"""Tokens of each run that are decoded before the clock starts."""
+
 QUALITY_ALLOWANCE = 2.0
 """A few tokens scatter more than the many of the quality benchmark."""
 
@@ -33,86 +38,86 @@ COLUMNS = [
 ]
 
 
-@dataclass(frozen=True)
-class Context:
-    """A text that was read, and the tokens that follow.
+@dataclass
+class Decoding:
+    """What decoding with one cache gave, over all of its runs.
 
     Attributes:
-        tokens: keys and values of what was read.
-        ids: the tokens that follow, ``int64[1, tokens]``.
+        seconds: of each token.
+        logits: of the last run, ``[tokens, vocabulary]``.
+        cache_bytes: what the cache held at last.
+        materialized: how often it had to be decoded for attention.
     """
 
-    tokens: Tokens
-    ids: Tensor
+    seconds: list[float] = field(default_factory=list)
+    logits: Tensor = field(default_factory=lambda: torch.empty(0))
+    cache_bytes: int = 0
+    materialized: int = 0
 
-    @property
-    def length(self) -> int:
-        """Tokens read."""
-        return self.tokens[0][0].shape[2]
-
-    def caches(self) -> dict[str, Any]:
-        """The contestants, holding what was read."""
-        from transformers import DynamicCache
-
-        empty = {"DynamicCache": DynamicCache(), f"KVQCache(bits={BITS})": KVQCache(BITS)}
-        return {name: filled(cache, self.tokens) for name, cache in empty.items()}
+    def run(self, model: Any, cache: Any, ids: Tensor) -> None:
+        """Decode given tokens with a cache that holds what precedes them."""
+        logits = []
+        for position, token in enumerate(ids.split(1, 1)):
+            start = time.perf_counter()
+            output = model(token, past_key_values=cache)
+            if position >= WARM_UP:
+                self.seconds.append(time.perf_counter() - start)
+            logits.append(output.logits[0])
+        self.logits = torch.cat(logits)
+        self.cache_bytes = cache_bytes(cache)
+        self.materialized = getattr(cache, "materialized", 0)
 
 
 @torch.inference_mode()
 def run(quick: bool = False) -> Report:
-    """Check the predictions of both caches, then time them, token by token in turn."""
-    lengths, steps = (CONTEXTS[:2], 8) if quick else (CONTEXTS, 32)
-    model, ids = model_and_text(max(lengths) + steps)
-    contexts = [_read(model, ids, length, steps) for length in lengths]
+    """Decode with both caches, and report how fast if the predictions are right."""
     torch.set_num_threads(1)
-    checks = [check for context in contexts for check in gate(model, context)]
-    tables: list[Table] = []
-    if all(check.passed for check in checks):
-        rows = [row for context in contexts for row in measure(model, context)]
-        title = "Decoding, SmolLM2-135M in float32"
-        tables = [Table("decoding", title, COLUMNS, rows, is_speed=True)]
+    lengths, steps, rounds = (CONTEXTS[:2], 8, 1) if quick else (CONTEXTS, 24, 3)
+    model, ids = model_and_text(max(lengths) + steps)
+    checks, rows = [], []
+    for length in lengths:
+        rest = ids[:, length : length + steps]
+        decodings = decode(model, ids[:, :length], rest, rounds)
+        checks += _checks(length, decodings, rest[0, 1:])
+        rows += _rows(length, decodings)
+    title = "Decoding, SmolLM2-135M in float32"
     settings = {
         "model": "SmolLM2-135M-Instruct, float32, attention of Transformers: sdpa",
-        "repeats": f"{steps} tokens of a given text, one call each, the caches in turn",
+        "repeats": f"{rounds} runs of {steps - WARM_UP} tokens, one call each, the caches in turn",
     }
+    tables = [Table("decoding", title, COLUMNS, rows, is_speed=True)]
     return Report("generate", environment.describe(), settings, checks, tables)
 
 
-def _read(model: Any, ids: Tensor, length: int, steps: int) -> Context:
-    tokens, _ = prefill(model, ids[:, :length], chunk=1024)
-    return Context(tokens, ids[:, length : length + steps])
+def decode(model: Any, context: Tensor, ids: Tensor, rounds: int) -> dict[str, Decoding]:
+    """Decode the same tokens with all caches.
+
+    No two caches are in memory at once: a cache that allocates anew for each token, as DynamicCache
+    does, becomes several times slower when something else allocates in between.
+    """
+    tokens, _ = prefill(model, context, chunk=1024)
+    decodings = {name: Decoding() for name in _empty_caches()}
+    for _ in range(rounds):
+        for name, decoding in decodings.items():
+            decoding.run(model, filled(_empty_caches()[name](), tokens), ids)
+    return decodings
 
 
-def gate(model: Any, context: Context) -> list[Check]:
-    """The predictions that are about to be timed, and whether they were made packed."""
-    exact, packed = context.caches().values()
-    exact_logits, logits = (continuation(model, cache, context.ids) for cache in (exact, packed))
-    divergence = Divergence.of(logits, exact_logits, context.ids[0, 1:])
+def _empty_caches() -> dict[str, Callable[[], Any]]:
+    from transformers import DynamicCache
+
+    return {"DynamicCache": DynamicCache, f"KVQCache(bits={BITS})": lambda: KVQCache(BITS)}
+
+
+def _checks(length: int, decodings: dict[str, Decoding], targets: Tensor) -> list[Check]:
+    """Whether what was timed was right, and packed throughout."""
+    exact, packed = decodings.values()
+    divergence = Divergence.of(packed.logits, exact.logits, targets)
     limit = QUALITY_ALLOWANCE * TARGETS[BITS]
     return [
-        Check(f"mean KL at {context.length} tokens", divergence.mean, limit),
-        Check(f"layers decoded at {context.length} tokens", packed.materialized, 0),
+        Check(f"mean KL at {length} tokens", divergence.mean, limit),
+        Check(f"layers decoded at {length} tokens", packed.materialized, 0),
     ]
-
-
-def measure(model: Any, context: Context) -> list[dict[str, Any]]:
-    """Time both caches on one context."""
-    caches = context.caches()
-    sizes = {name: cache_bytes(cache) for name, cache in caches.items()}
-    contestants = [
-        Contestant(name, [_decoder(model, cache, context.ids)]) for name, cache in caches.items()
-    ]
-    times = timing.interleaved(contestants, context.ids.shape[1] - 1)
-    first = next(iter(caches))
-    return [
-        _row(context, name, times[name], times[first], sizes[name], sizes[first]) for name in caches
-    ]
-
-
-def _decoder(model: Any, cache: Any, ids: Tensor) -> Any:
-    """A call that decodes the next token each time."""
-    parts = iter(ids.split(1, 1))
-    return lambda: model(next(parts), past_key_values=cache)
 
 
 def cache_bytes(cache: Any) -> int:
@@ -122,16 +127,19 @@ def cache_bytes(cache: Any) -> int:
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
-def _row(
-    context: Context, name: str, time: Timing, yardstick: Timing, size: int, plain_size: int
-) -> dict[str, Any]:
-    return {
-        "context": context.length,
-        "name": name,
-        "median": time.median / 1e3,
-        "iqr": time.iqr / 1e3,
-        "minimum": time.minimum / 1e3,
-        "speedup": yardstick.median / time.median,
-        "mebibytes": size / 2**20,
-        "smaller": plain_size / size,
-    }
+def _rows(length: int, decodings: dict[str, Decoding]) -> list[dict[str, Any]]:
+    times = {name: Timing.of(decoding.seconds) for name, decoding in decodings.items()}
+    yardstick = next(iter(decodings))
+    return [
+        {
+            "context": length,
+            "name": name,
+            "median": times[name].median / 1e3,
+            "iqr": times[name].iqr / 1e3,
+            "minimum": times[name].minimum / 1e3,
+            "speedup": times[yardstick].median / times[name].median,
+            "mebibytes": decoding.cache_bytes / 2**20,
+            "smaller": decodings[yardstick].cache_bytes / decoding.cache_bytes,
+        }
+        for name, decoding in decodings.items()
+    ]

@@ -38,19 +38,21 @@ def plain_rotation(x: Tensor, kind: Literal["key", "value"], bits: int) -> Tenso
 class PlainRotationLayer(DynamicLayer):
     """Layer of Transformers that rounds the tokens that `KVQCache` would pack, and no others."""
 
+    keys: Tensor
+    values: Tensor
     bits = 4
     quantized = 0
 
     def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Append; like in `KVQCache` the first call attends to exact keys and values."""
-        is_first = self.get_seq_length() == 0
-        exact = super().update(key, value, *args, **kwargs)
-        due = formats.quantized_tokens(exact[0].shape[2], self.quantized, **RULE)
+        """Append; as in `KVQCache` several tokens in one call stay exact until the next one."""
+        keys, _ = super().update(key, value, *args, **kwargs)
+        new = key.shape[2] if key.shape[2] > 1 else 0
+        due = formats.quantized_tokens(keys.shape[2] - new, self.quantized, **RULE)
         if due > self.quantized:
             self.keys = self._rounded(self.keys, "key", due)
             self.values = self._rounded(self.values, "value", due)
             self.quantized = due
-        return exact if is_first else (self.keys, self.values)
+        return self.keys, self.values
 
     def _rounded(self, x: Tensor, kind: Literal["key", "value"], due: int) -> Tensor:
         sinks = RULE["sink_tokens"]

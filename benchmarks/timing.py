@@ -82,7 +82,9 @@ def interleaved(contestants: Sequence[Contestant], repeats: int) -> dict[str, Ti
     cold and their code is warm, as in a model of many layers.
     """
     order = random.Random(0)
-    calls, done, seconds = {}, {}, {}
+    calls: dict[str, int] = {}
+    done: dict[str, int] = {}
+    seconds: dict[str, list[float]] = {}
     with torch.inference_mode():
         for contestant in contestants:
             calls[contestant.name] = max(1, int(REPEAT_SECONDS / contestant.seconds(0)))

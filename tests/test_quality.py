@@ -24,13 +24,19 @@ from benchmarks.quality import (
 )
 from benchmarks.recipes import plain_rotation_cache
 
-PAST, NEW = 1024, 48
+PAST, NEW = 1920, 64
+
+pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def inference() -> Iterator[None]:
+    # Threads that wait for each other are slow where the cores are busy.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     with torch.inference_mode():
         yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
