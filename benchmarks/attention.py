@@ -14,7 +14,8 @@ from torch import Tensor
 import torch_kvq
 from tests.cases import Case, State, make_query, make_state, make_tokens
 from tests.ops.compare import BUDGET, head_error
-from torch_kvq import reference
+from torch_kvq import formats, reference
+from torch_kvq._extension import advise_huge_pages
 
 from . import environment, timing
 from .registry import BASELINES, YARDSTICK, Baseline
@@ -198,13 +199,23 @@ def packed(shape: Shape) -> list[Entry]:
     for bits in BITS:
         state = make_state(shape.case(bits), torch.ops.kvq.quantize_tile_)
         size = _read_bytes(state)
-        copies = timing.cold_copies(state.clone, size)
+        copies = timing.cold_copies(partial(_pooled, state), size)
         for tier, precision in variants(with_scalar=shape == SHAPES[0] and bits == 4):
             calls = [partial(lut_attention, query, copy, bits, precision) for copy in copies]
             name = variant_name(bits, precision, tier)
             capability = None if tier == "reference" else tier
             entries.append(Entry(Contestant(name, calls, capability), size))
     return entries
+
+
+def _pooled(state: State) -> State:
+    """A copy with its pages as in a growing cache: in order, in huge ones if there are any."""
+    tiles = torch.empty_like(state.tiles)
+    advise_huge_pages(tiles)
+    pages = -(-int(state.lengths[0, formats.QUANTIZED]) // formats.TILE_TOKENS)
+    tiles[:pages].copy_(state.tiles[state.block_table[0, :pages]])
+    table = torch.arange(pages, dtype=torch.int32).unsqueeze(0)
+    return state.clone()._replace(tiles=tiles, block_table=table)
 
 
 def _cast(item: Baseline, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -23,6 +23,9 @@ constexpr float kMaskedBias = -8192.0f;
 constexpr int64_t kMinTilesPerSplit = 16;
 constexpr int64_t kWantedUnits = 32;
 
+// Tiles between one that is attended to and the one that is prefetched into the second cache.
+constexpr int64_t kAhead = 2;
+
 struct Row {  // one sequence
   int64_t start, length, tokens, quantized, tiles;
 };
@@ -160,15 +163,16 @@ class Unit {
 
   void attend_tiles(int64_t begin, int64_t end) {
     if (begin >= end) return;
-    // Tiles prefetch their successors, also across splits; the first has no predecessor.
-    if (begin == 0) prefetch(record_of(0), 0, f_.record_bytes);
+    // Tiles prefetch those that follow, also across splits; nothing precedes the first.
+    for (int64_t tile = 0; begin == 0 && tile < std::min(kAhead, end); ++tile)
+      prefetch(record_of(tile), 0, f_.record_bytes);
     rotate_query();
     for (int64_t tile = begin; tile < end; ++tile) {
       const int64_t token = c_.sink_tokens + tile * kTileTokens;
       const int64_t left = c_.sink_tokens + row_.quantized - token;
       const int count = static_cast<int>(std::min<int64_t>(kTileTokens, left));
       if (!visible(row_.start + token, count)) continue;
-      attend_tile(record_of(tile), record_of(std::min(tile + 1, row_.tiles - 1)),
+      attend_tile(record_of(tile), record_of(std::min(tile + kAhead, row_.tiles - 1)),
                   row_.start + token, count);
     }
   }
@@ -179,7 +183,7 @@ class Unit {
   }
 
   static void prefetch(const uint8_t* record, int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i += 64) __builtin_prefetch(record + i);
+    for (int64_t i = begin; i < end; i += 64) __builtin_prefetch(record + i, 0, 2);
   }
 
   // The kernels prefetch the codes of the next tile; the scales and the mean are left.

@@ -44,7 +44,7 @@ inline __m512 exp2_nonpositive16(__m512 x) {
 }
 
 inline void prefetch(const uint8_t* p) {
-  _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
+  _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1);
 }
 
 }  // namespace
