@@ -363,8 +363,9 @@ def lut_attention(
     The state (tiles to lengths) is described in docs/formats.md, "State of a layer". Query i of T
     stands at position ``length - T + i``; columns of ``attn_mask`` are positions, left padding
     included. The kernels keep the inner loop in integers: with ``precision="exact"`` within 1e-3
-    (relative, per head) of float arithmetic on the same codes, with ``"fast"`` within 6e-2; the
-    reference computes in float32 and ignores the setting.
+    (relative, per head) of float arithmetic on the same codes, with ``"fast"`` within 6e-2 as long
+    as the scores of a query have a standard deviation of at most 3; the reference computes in
+    float32 and ignores the setting.
 
     Args:
         query: ``[batch, heads, tokens, key_dim]``, float32, float16 or bfloat16; heads a multiple
