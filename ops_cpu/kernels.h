@@ -32,9 +32,13 @@ struct TransformKernels {
   void (*fwht_inverse)(float* x, const Rotation& rotation);  // x <- H' x
 };
 
+// The rotated vector z is 64-byte aligned and padded with zeros to a multiple of 64 channels.
 struct EncodeKernels {
-  // Codes (a byte each) and float16 scale of one rotated vector.
-  void (*encode)(const float* z, int dim, int bits, uint8_t* codes, uint16_t* scale);
+  float (*sum_of_squares)(const float* z, int dim);
+  // <z, c> and <c, c>, c the levels of the codes of z * step.
+  void (*try_step)(const float* z, int dim, int bits, float step, float* product, float* norm);
+  // Those codes, a byte each.
+  void (*write_codes)(const float* z, int dim, int bits, float step, uint8_t* codes);
 };
 
 // The running softmax of one query row; scores are in units of log 2.

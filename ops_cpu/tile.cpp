@@ -72,7 +72,7 @@ void encode_rows(const Kernels& kernels, float* rows, int dim, int bits, int fir
   for (int t = first; t < kTileTokens; ++t) {
     kernels.transform->fwht(rows + t * dim, r);
     uint16_t scale;
-    kernels.encode->encode(rows + t * dim, dim, bits, codes + t * dim, &scale);
+    encode_vector(kernels, rows + t * dim, dim, bits, codes + t * dim, &scale);
     store_half(scales + 2 * t, scale);
   }
 }
@@ -102,6 +102,35 @@ void sanitize(float* x, int64_t count) {
     const float v = x[i] == x[i] ? x[i] : 0.0f;
     x[i] = v > kLargestInput ? kLargestInput : v < -kLargestInput ? -kLargestInput : v;
   }
+}
+
+void encode_vector(const Kernels& kernels, const float* z, int dim, int bits, uint8_t* codes,
+                   uint16_t* scale) {
+  alignas(64) float padded[kMaxHeadDim + 64];
+  std::copy_n(z, dim, padded);
+  std::fill_n(padded + dim, 64, 0.0f);
+  const EncodeKernels& k = *kernels.encode;
+  const float rms = std::sqrt(k.sum_of_squares(padded, dim) / static_cast<float>(dim));
+  const float per_sigma = codebook(bits).per_sigma;
+
+  // All are tried before one is chosen: a branch for each would be mispredicted half of the time.
+  float step[kScaleCandidates], product[kScaleCandidates], norm[kScaleCandidates];
+  for (int g = 0; g < kScaleCandidates; ++g) {
+    step[g] = rms > 0.0f ? per_sigma / (rms * kScaleCandidate[g]) : 0.0f;
+    k.try_step(padded, dim, bits, step[g], &product[g], &norm[g]);
+  }
+  int best = 0;
+  float best_gain = product[0] * product[0] / norm[0];
+  for (int g = 1; g < kScaleCandidates; ++g) {
+    const float gain = product[g] * product[g] / norm[g];
+    if (gain > best_gain) {
+      best_gain = gain;
+      best = g;
+    }
+  }
+  k.write_codes(padded, dim, bits, step[best], codes);
+  const float value = rms > 0.0f ? product[best] / norm[best] : 0.0f;
+  *scale = float_to_half(std::min(value, kLargestInput));
 }
 
 void encode_tile(const Kernels& kernels, const Layout& f, const float* balance, int first,

@@ -21,6 +21,10 @@ struct TileBuffer {
 void encode_tile(const Kernels& kernels, const Layout& layout, const float* balance, int first,
                  TileBuffer& buffer, uint8_t* record);
 
+// Codes (a byte each) of one rotated vector and its float16 scale: the best of a few scales.
+void encode_vector(const Kernels& kernels, const float* z, int dim, int bits, uint8_t* codes,
+                   uint16_t* scale);
+
 // Decode a record into the rows of `buffer`.
 void decode_tile(const Kernels& kernels, const Layout& layout, const float* balance,
                  const uint8_t* record, TileBuffer& buffer);

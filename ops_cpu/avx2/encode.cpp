@@ -1,7 +1,6 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#include <cmath>
 #include <cstring>
 
 #include "ops_cpu/exp2.h"
@@ -63,9 +62,9 @@ inline int sum_epi32(__m256i v) {
   return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xB1)));
 }
 
-// <z, c> and <c, c> for the codes under one step; z is padded with zeros to a multiple of 32.
+// <z, c> and <c, c> for the codes under one step.
 template <int kBits>
-void try_step(const float* z, int dim, float step, float* product, float* norm) {
+void try_step_of(const float* z, int dim, float step, float* product, float* norm) {
   const __m256i levels =
       _mm256_load_si256(reinterpret_cast<const __m256i*>(kMagnitudes<kBits>.level));
   const __m256 doubled_step = _mm256_set1_ps(2.0f * step);
@@ -93,7 +92,7 @@ void try_step(const float* z, int dim, float step, float* product, float* norm) 
 }
 
 template <int kBits>
-void write_codes(const float* z, int dim, float step, uint8_t* codes) {
+void write_codes_of(const float* z, int dim, float step, uint8_t* codes) {
   alignas(32) uint8_t out[kMaxHeadDim + 16];
   for (int d = 0; d < dim; d += 32) {
     const Indices index = indices32<kBits>(z + d, _mm256_set1_ps(2.0f * step));
@@ -105,51 +104,31 @@ void write_codes(const float* z, int dim, float step, uint8_t* codes) {
   std::memcpy(codes, out, dim);
 }
 
-float root_mean_square(const float* z, int dim) {
+float sum_of_squares(const float* z, int dim) {
   __m256 lo = _mm256_setzero_ps(), hi = lo;
   for (int d = 0; d < dim; d += 16) {
     const __m256 a = _mm256_load_ps(z + d), b = _mm256_load_ps(z + d + 8);
     lo = _mm256_add_ps(lo, _mm256_mul_ps(a, a));
     hi = _mm256_add_ps(hi, _mm256_mul_ps(b, b));
   }
-  return std::sqrt(fold(lo, hi) / static_cast<float>(dim));
+  return fold(lo, hi);
 }
 
-template <int kBits>
-void encode_bits(const float* z, int dim, uint8_t* codes, uint16_t* scale) {
-  const float per_sigma = codebook(kBits).per_sigma;
-  alignas(32) float padded[kMaxHeadDim + 16];
-  std::memcpy(padded, z, sizeof(float) * dim);
-  std::memset(padded + dim, 0, sizeof(float) * 16);
-  const float rms = root_mean_square(padded, dim);
-
-  float step[kScaleCandidates], product[kScaleCandidates], norm[kScaleCandidates];
-  for (int g = 0; g < kScaleCandidates; ++g) {
-    step[g] = rms > 0.0f ? per_sigma / (rms * kScaleCandidate[g]) : 0.0f;
-    try_step<kBits>(padded, dim, step[g], &product[g], &norm[g]);
-  }
-  int best = 0;
-  float best_gain = product[0] * product[0] / norm[0];
-  for (int g = 1; g < kScaleCandidates; ++g) {
-    const float gain = product[g] * product[g] / norm[g];
-    if (gain > best_gain) {
-      best_gain = gain;
-      best = g;
-    }
-  }
-  write_codes<kBits>(padded, dim, step[best], codes);
-  const float value = rms > 0.0f ? product[best] / norm[best] : 0.0f;
-  *scale = float_to_half(value < kLargestInput ? value : kLargestInput);
+void try_step(const float* z, int dim, int bits, float step, float* product, float* norm) {
+  const auto run = bits == 4 ? try_step_of<4> : bits == 3 ? try_step_of<3> : try_step_of<2>;
+  run(z, dim, step, product, norm);
 }
 
-void encode_vector(const float* z, int dim, int bits, uint8_t* codes, uint16_t* scale) {
-  const auto encode = bits == 4 ? encode_bits<4> : bits == 3 ? encode_bits<3> : encode_bits<2>;
-  encode(z, dim, codes, scale);
+void write_codes(const float* z, int dim, int bits, float step, uint8_t* codes) {
+  const auto run = bits == 4   ? write_codes_of<4>
+                   : bits == 3 ? write_codes_of<3>
+                               : write_codes_of<2>;
+  run(z, dim, step, codes);
 }
 
 }  // namespace
 
-const EncodeKernels encode{encode_vector};
+const EncodeKernels encode{sum_of_squares, try_step, write_codes};
 
 }  // namespace kvq::avx2
 KVQ_TARGET_END

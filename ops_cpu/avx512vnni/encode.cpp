@@ -1,9 +1,6 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#include <cmath>
-#include <cstring>
-
 #include "ops_cpu/exp2.h"
 #include "ops_cpu/kernels.h"
 #include "ops_cpu/region.h"
@@ -62,9 +59,9 @@ inline __m512i fold_sign(__m512i v, __mmask64* negative) {
 // Channels of the last 64 that exist.
 inline __mmask64 existing(int left) { return left >= 64 ? ~0ull : (1ull << left) - 1; }
 
-// <z, c> and <c, c> for the codes under one step; z is padded with zeros to a multiple of 64.
+// <z, c> and <c, c> for the codes under one step.
 template <int kBits>
-void try_step(const float* z, int dim, float step, float* product, float* norm) {
+void try_step_of(const float* z, int dim, float step, float* product, float* norm) {
   const __m512 doubled_step = _mm512_set1_ps(2.0f * step);
   __m512 sum = _mm512_setzero_ps();
   __m512i squares = _mm512_setzero_si512();
@@ -88,7 +85,7 @@ void try_step(const float* z, int dim, float step, float* product, float* norm) 
 }
 
 template <int kBits>
-void write_codes(const float* z, int dim, float step, uint8_t* codes) {
+void write_codes_of(const float* z, int dim, float step, uint8_t* codes) {
   constexpr int kCount = Magnitudes<kBits>::kCount;
   for (int d = 0; d < dim; d += 64) {
     __mmask64 negative;
@@ -100,50 +97,30 @@ void write_codes(const float* z, int dim, float step, uint8_t* codes) {
   }
 }
 
-float root_mean_square(const float* z, int dim) {
+float sum_of_squares(const float* z, int dim) {
   __m512 sum = _mm512_setzero_ps();
   for (int d = 0; d < dim; d += 16) {
     const __m512 v = _mm512_load_ps(z + d);
     sum = _mm512_add_ps(sum, _mm512_mul_ps(v, v));
   }
-  return std::sqrt(fold(sum) / static_cast<float>(dim));
+  return fold(sum);
 }
 
-template <int kBits>
-void encode_bits(const float* z, int dim, uint8_t* codes, uint16_t* scale) {
-  alignas(64) float padded[kMaxHeadDim + 64];
-  std::memcpy(padded, z, sizeof(float) * dim);
-  std::memset(padded + dim, 0, sizeof(float) * 64);
-  const float per_sigma = codebook(kBits).per_sigma;
-  const float rms = root_mean_square(padded, dim);
-
-  float step[kScaleCandidates], product[kScaleCandidates], norm[kScaleCandidates];
-  for (int g = 0; g < kScaleCandidates; ++g) {
-    step[g] = rms > 0.0f ? per_sigma / (rms * kScaleCandidate[g]) : 0.0f;
-    try_step<kBits>(padded, dim, step[g], &product[g], &norm[g]);
-  }
-  int best = 0;
-  float best_gain = product[0] * product[0] / norm[0];
-  for (int g = 1; g < kScaleCandidates; ++g) {
-    const float gain = product[g] * product[g] / norm[g];
-    if (gain > best_gain) {
-      best_gain = gain;
-      best = g;
-    }
-  }
-  write_codes<kBits>(padded, dim, step[best], codes);
-  const float value = rms > 0.0f ? product[best] / norm[best] : 0.0f;
-  *scale = float_to_half(value < kLargestInput ? value : kLargestInput);
+void try_step(const float* z, int dim, int bits, float step, float* product, float* norm) {
+  const auto run = bits == 4 ? try_step_of<4> : bits == 3 ? try_step_of<3> : try_step_of<2>;
+  run(z, dim, step, product, norm);
 }
 
-void encode_vector(const float* z, int dim, int bits, uint8_t* codes, uint16_t* scale) {
-  const auto encode = bits == 4 ? encode_bits<4> : bits == 3 ? encode_bits<3> : encode_bits<2>;
-  encode(z, dim, codes, scale);
+void write_codes(const float* z, int dim, int bits, float step, uint8_t* codes) {
+  const auto run = bits == 4   ? write_codes_of<4>
+                   : bits == 3 ? write_codes_of<3>
+                               : write_codes_of<2>;
+  run(z, dim, step, codes);
 }
 
 }  // namespace
 
-const EncodeKernels encode{encode_vector};
+const EncodeKernels encode{sum_of_squares, try_step, write_codes};
 
 }  // namespace kvq::avx512vnni
 KVQ_TARGET_END

@@ -1,4 +1,5 @@
-// Every instruction set of this machine against the scalar kernels, bit for bit, without torch.
+// Every instruction set of this machine against the scalar kernels, and several threads against
+// one, bit for bit, without torch. Arguments name the instruction sets to expect, fastest first.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -6,13 +7,14 @@
 #include <functional>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "ops_cpu/append.h"
 #include "ops_cpu/attention.h"
 #include "ops_cpu/half.h"
 #include "ops_cpu/kernels.h"
-#include "ops_cpu/packing.h"
+#include "ops_cpu/tile.h"
 
 namespace {
 
@@ -48,6 +50,16 @@ const Kernels& scalar_tier() {
 
 void run_inline(int64_t count, const std::function<void(int64_t, int64_t)>& body) {
   if (count > 0) body(0, count);
+}
+
+void run_threads(int64_t count, const std::function<void(int64_t, int64_t)>& body) {
+  constexpr int64_t kThreads = 3;
+  std::vector<std::thread> threads;
+  for (int64_t t = 0; t < kThreads; ++t) {
+    const int64_t begin = count * t / kThreads, end = count * (t + 1) / kThreads;
+    if (begin < end) threads.emplace_back(body, begin, end);
+  }
+  for (std::thread& thread : threads) thread.join();
 }
 
 void test_transform(const Kernels& k) {
@@ -92,8 +104,8 @@ void test_encode(const Kernels& k) {
         const std::vector<float> z = normal(dim, sigma);
         std::vector<uint8_t> a(dim), b(dim);
         uint16_t scale_a, scale_b;
-        k.encode->encode(z.data(), dim, bits, a.data(), &scale_a);
-        scalar_tier().encode->encode(z.data(), dim, bits, b.data(), &scale_b);
+        encode_vector(k, z.data(), dim, bits, a.data(), &scale_a);
+        encode_vector(scalar_tier(), z.data(), dim, bits, b.data(), &scale_b);
         expect(same(a, b) && scale_a == scale_b,
                "encode " + std::to_string(dim) + " at " + std::to_string(bits));
       }
@@ -127,7 +139,8 @@ struct Layer {
 };
 
 std::vector<float> attend(const Kernels& k, Layer& layer, int64_t group, int64_t queries,
-                          const std::vector<float>& query, bool exact) {
+                          const std::vector<float>& query, bool exact,
+                          const ParallelFor& parallel_for) {
   const Layout& f = layer.layout;
   const LayerState& s = layer.state;
   const int64_t heads = s.kv_heads * group;
@@ -154,70 +167,94 @@ std::vector<float> attend(const Kernels& k, Layer& layer, int64_t group, int64_t
   c.lengths = s.lengths;
   c.scale = 0.3f, c.is_causal = true, c.exact = exact;
   c.out = out.data(), c.lse = lse.data();
-  attention(k, c, run_inline);
+  attention(k, c, parallel_for);
   out.insert(out.end(), lse.begin(), lse.end());
   return out;
 }
 
-void test_layer(const Kernels& k, int key_dim, int value_dim, int key_bits, int value_bits,
-                int64_t group, int64_t queries) {
-  const int64_t heads = 2, tokens = 333;
-  const std::string name = std::to_string(key_dim) + "/" + std::to_string(value_dim) + " at " +
-                           std::to_string(key_bits) + "/" + std::to_string(value_bits) +
-                           ", group " + std::to_string(group);
-  const std::vector<float> key = normal(2 * heads * tokens * key_dim, 2.0f);
-  const std::vector<float> value = normal(2 * heads * tokens * value_dim);
-  const std::vector<float> query = normal(2 * heads * group * queries * key_dim);
-  std::vector<float> results[2];
-  std::vector<uint8_t> records[2];
-  int at = 0;
-  for (const Kernels* tier : {&k, &scalar_tier()}) {
-    Layer layer(key_dim, value_dim, key_bits, value_bits, heads, tokens);
-    const AppendRule rule{64, 96};
-    for (int64_t done = 0, step = 1; done < tokens; done += step, step = step % 70 + 23) {
-      step = std::min(step, tokens - done);
-      const NewTokens k_new{key.data() + done * key_dim,
-                            {heads * tokens * key_dim, tokens * key_dim, key_dim}};
-      const NewTokens v_new{value.data() + done * value_dim,
-                            {heads * tokens * value_dim, tokens * value_dim, value_dim}};
-      check_append(layer.state, step, rule);
-      append(*tier, layer.state, k_new, v_new, step, rule, run_inline);
-    }
-    results[at] = attend(*tier, layer, group, queries, query, true);
-    const auto* tiles = layer.state.tiles;
-    records[at].assign(tiles, tiles + layer.state.pages * heads * layer.layout.record_bytes);
-    for (float x : results[at]) expect(x == x, "no NaN " + name);
-    if (tier == &k) {
-      const std::vector<float> fast = attend(*tier, layer, group, queries, query, false);
-      double error = 0.0, norm = 0.0;
-      for (size_t i = 0; i < fast.size(); ++i) {
-        error += (fast[i] - results[at][i]) * (fast[i] - results[at][i]);
-        norm += results[at][i] * results[at][i];
-      }
-      expect(error < 36e-4 * norm, "fast " + name);
-    }
-    ++at;
+struct Shape {
+  int key_dim, value_dim, key_bits, value_bits;
+  int64_t group, queries;
+
+  std::string name() const {
+    return std::to_string(key_dim) + "/" + std::to_string(value_dim) + " at " +
+           std::to_string(key_bits) + "/" + std::to_string(value_bits) + ", group " +
+           std::to_string(group);
   }
-  expect(same(records[0], records[1]), "records " + name);
-  expect(same(results[0], results[1]), "attention " + name);
+};
+
+struct Inputs {
+  std::vector<float> key, value, query;
+};
+
+struct Outcome {
+  std::vector<uint8_t> records;
+  std::vector<float> exact, fast;
+};
+
+constexpr int64_t kHeads = 2, kTokens = 333;
+
+Outcome run_layer(const Kernels& k, const Shape& shape, const Inputs& in,
+                  const ParallelFor& parallel_for) {
+  const auto [key_dim, value_dim, key_bits, value_bits, group, queries] = shape;
+  Layer layer(key_dim, value_dim, key_bits, value_bits, kHeads, kTokens);
+  const LayerState& s = layer.state;
+  const AppendRule rule{64, 96};
+  for (int64_t done = 0, step = 1; done < kTokens; done += step, step = step % 70 + 23) {
+    step = std::min(step, kTokens - done);
+    const NewTokens key{in.key.data() + done * key_dim,
+                        {kHeads * kTokens * key_dim, kTokens * key_dim, key_dim}};
+    const NewTokens value{in.value.data() + done * value_dim,
+                          {kHeads * kTokens * value_dim, kTokens * value_dim, value_dim}};
+    check_append(s, step, rule);
+    append(k, s, key, value, step, rule, parallel_for);
+  }
+  return {{s.tiles, s.tiles + s.pages * kHeads * s.layout.record_bytes},
+          attend(k, layer, group, queries, in.query, true, parallel_for),
+          attend(k, layer, group, queries, in.query, false, parallel_for)};
+}
+
+void test_layer(const Kernels& k, const Shape& shape) {
+  const Inputs in{normal(2 * kHeads * kTokens * shape.key_dim, 2.0f),
+                  normal(2 * kHeads * kTokens * shape.value_dim),
+                  normal(2 * kHeads * shape.group * shape.queries * shape.key_dim)};
+  const Outcome one = run_layer(k, shape, in, run_inline);
+  const Outcome many = run_layer(k, shape, in, run_threads);
+  const Outcome wanted = run_layer(scalar_tier(), shape, in, run_inline);
+  expect(same(one.records, wanted.records), "records " + shape.name());
+  expect(same(one.exact, wanted.exact), "attention " + shape.name());
+  expect(same(one.records, many.records), "records of several threads " + shape.name());
+  expect(same(one.exact, many.exact), "attention of several threads " + shape.name());
+  expect(same(one.fast, many.fast), "fast attention of several threads " + shape.name());
+  double error = 0.0, norm = 0.0;
+  for (size_t i = 0; i < one.exact.size(); ++i) {
+    expect(one.exact[i] == one.exact[i], "no NaN " + shape.name());
+    error += (one.fast[i] - one.exact[i]) * (one.fast[i] - one.exact[i]);
+    norm += one.exact[i] * one.exact[i];
+  }
+  expect(error < 36e-4 * norm, "fast " + shape.name());
 }
 
 }  // namespace
 
-int main() {
+int main(int count, char** arguments) {
+  const std::vector<std::string> wanted(arguments + 1, arguments + count);
+  std::vector<std::string> found;
   for (auto tier = available(); *tier; ++tier) {
     const Kernels& k = **tier;
     const int before = failures;
+    found.push_back(k.name);
     test_transform(k);
     test_conversions(k);
     test_encode(k);
     for (int bits : {4, 3, 2})
-      for (int group : {1, 2, 3, 4, 5, 7, 8, 16}) test_layer(k, 64, 64, bits, bits, group, 1);
-    for (int dim : {32, 48, 80, 96, 112, 128, 192, 512}) test_layer(k, dim, dim, 4, 3, 3, 1);
-    test_layer(k, 128, 64, 3, 2, 4, 5);
-    test_layer(k, 64, 96, kPassThroughBits, kPassThroughBits, 2, 7);
+      for (int group : {1, 2, 3, 4, 5, 7, 8, 16}) test_layer(k, {64, 64, bits, bits, group, 1});
+    for (int dim : {32, 48, 80, 96, 112, 128, 192, 512}) test_layer(k, {dim, dim, 4, 3, 3, 1});
+    test_layer(k, {128, 64, 3, 2, 4, 5});
+    test_layer(k, {64, 96, kPassThroughBits, kPassThroughBits, 2, 7});
     std::printf("%-12s %s%s\n", k.name, failures == before ? "equals scalar" : "DIFFERS",
                 &k == &active() ? ", active" : "");
   }
+  expect(wanted.empty() || found == wanted, "the instruction sets of the command line");
   return failures ? EXIT_FAILURE : EXIT_SUCCESS;
 }
