@@ -24,7 +24,15 @@ def extension() -> dict:
     """The arguments of `setup` that build ``torch_kvq._C``."""
     from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths
 
-    flags = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-ffp-contract=off"]
+    flags = [
+        "-std=c++17",
+        "-O3",
+        "-g0",
+        "-fvisibility=hidden",
+        "-ffp-contract=off",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+    ]
     # GCC takes the undefined operands of its own AVX-512 intrinsics for mistakes.
     flags += [
         "-Wall",

@@ -56,14 +56,17 @@ void write_mean(const Layout& f, TileBuffer& b, uint8_t* record) {
 
 void center_keys(const Layout& f, const float* balance, int first, const uint8_t* record,
                  float* rows) {
-  const float* signs = key_signs();
+  float center[kMaxHeadDim], factor[kMaxHeadDim];
   const auto* mean = reinterpret_cast<const int8_t*>(record + f.mean);
   const float scale = half_to_float(load_half(record + f.mean_scale));
-  for (int t = first; t < kTileTokens; ++t)
-    for (int c = 0; c < f.key_dim; ++c) {
-      float& x = rows[t * f.key_dim + c];
-      x = (x - static_cast<float>(mean[c]) * scale) * balance[c] * signs[c];
-    }
+  for (int c = 0; c < f.key_dim; ++c) {
+    center[c] = static_cast<float>(mean[c]) * scale;
+    factor[c] = balance[c] * key_signs()[c];
+  }
+  for (int t = first; t < kTileTokens; ++t) {
+    float* x = rows + t * f.key_dim;
+    for (int c = 0; c < f.key_dim; ++c) x[c] = (x[c] - center[c]) * factor[c];
+  }
 }
 
 void encode_rows(const Kernels& kernels, float* rows, int dim, int bits, int first, uint8_t* codes,
