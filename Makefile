@@ -13,11 +13,13 @@ export HF_HUB_OFFLINE ?= 1
 # PyTorch's build looks for ninja on the path.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help demo test test-kernels lint format build clean
+.PHONY: help demo test test-kernels test-kernels-threads test-kernels-qemu lint format build clean
 help:
 	@echo "make demo    answer a question about a long text with a packed cache (ARGS=--help)"
 	@echo "make test    all tests and the examples of the documentation (ARGS=-x)"
 	@echo "make test-kernels  the kernels alone, under the address and undefined-behaviour sanitizers"
+	@echo "make test-kernels-threads  the same on several threads under the thread sanitizer"
+	@echo "make test-kernels-qemu     the same on emulated CPUs with and without AVX2"
 	@echo "make build   compile the extension in place"
 	@echo "make lint    check style and types; make format mends the style"
 	@echo "make clean   remove everything built but the virtual environment"
@@ -33,10 +35,24 @@ test: build
 test-kernels: build/test_kernels
 	build/test_kernels
 
+test-kernels-threads: build/test_kernels_threads
+	build/test_kernels_threads
+
+# A Haswell without what emulation lacks, of which it would warn on every thread. The arguments are
+# the instruction sets that the program must find on such a CPU.
+HASWELL := Haswell-noTSX,-pcid,-x2apic,-tsc-deadline,-invpcid
+test-kernels-qemu: build/test_kernels_static
+	@command -v qemu-x86_64 >/dev/null || { echo "needs qemu-x86_64 (Debian: qemu-user)" >&2; exit 1; }
+	qemu-x86_64 -cpu Nehalem build/test_kernels_static scalar
+	qemu-x86_64 -cpu $(HASWELL) build/test_kernels_static avx2 scalar
+
 SANITIZERS ?= -fsanitize=address,undefined -fno-sanitize-recover=all
-build/test_kernels: $(CPP)
+build/test_kernels: KERNEL_FLAGS := -O1 -g $(SANITIZERS)
+build/test_kernels_threads: KERNEL_FLAGS := -O1 -g -fsanitize=thread
+build/test_kernels_static: KERNEL_FLAGS := -O2 -static
+build/test_kernels build/test_kernels_threads build/test_kernels_static: $(CPP)
 	@mkdir -p build
-	$(CXX) -std=c++17 -O1 -g -ffp-contract=off -w $(SANITIZERS) -I. -o $@ \
+	$(CXX) -std=c++17 -ffp-contract=off -fno-math-errno -fno-trapping-math -w -pthread $(KERNEL_FLAGS) -I. -o $@ \
 	  ops_cpu/test/test_kernels.cpp ops_cpu/*.cpp $(foreach d,scalar avx2 avx512vnni,ops_cpu/$(d)/*.cpp)
 
 build: $(VENV)/.built

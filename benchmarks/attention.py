@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -17,12 +17,14 @@ from tests.ops.compare import BUDGET, head_error
 from torch_kvq import formats, reference
 from torch_kvq._extension import advise_huge_pages
 
-from . import environment, timing
-from .registry import BASELINES, YARDSTICK, Baseline
+from . import environment, timing, yardstick
+from .registry import PLAIN_KERNEL, YARDSTICK, Baseline, available_baselines
 from .report import Check, Column, Report, Table
 from .timing import Contestant, Timing
 
 BITS = (4, 3, 2)
+THREADS = (1, 2)
+THREAD_BITS = 4
 LOGIT_STD = 1.5
 
 
@@ -102,23 +104,25 @@ def run(quick: bool = False) -> Report:
         bandwidth = timing.read_bandwidth()
         tables = [measure(shape, bandwidth, repeats) for shape in shapes]
         tables += [_summary(shapes, tables), _memory(bandwidth)]
+        tables.append(_scaling_table([row for shape in shapes for row in scaling(shape, repeats)]))
     settings = {
         "data": "random keys with uneven channels, scores with a standard deviation of "
         f"{LOGIT_STD}; query, keys and values float32 unless named",
         "shapes": "query heads / KV heads / head dim, one row, one query",
         "repeats": f"{repeats}, interleaved, each on another copy of the data",
+        PLAIN_KERNEL: yardstick.missing() or "float16 keys and values, compiled for this machine",
     }
     return Report("attention", environment.describe(), settings, worst(checks), tables)
 
 
 def gate(shape: Shape) -> list[Check]:
-    """Errors of all contestants on a shape: kernels against the reference, PyTorch in float32."""
+    """Errors of all contestants: packed against the reference, others against float32."""
     query = make_query(shape.case())
     key, value = make_tokens(shape.case())
     exact = torch.nn.functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
     checks = [
         Check(item.name, head_error(_cast(item, query, key, value), exact), item.tolerance)
-        for item in BASELINES
+        for item in available_baselines()
     ]
     for bits in BITS:
         state = make_state(shape.case(bits), torch.ops.kvq.quantize_tile_)
@@ -128,6 +132,12 @@ def gate(shape: Shape) -> list[Check]:
                 out = lut_attention(query, state, bits, precision)
             name = variant_name(bits, precision, tier)
             checks.append(Check(name, head_error(out, wanted), BUDGET[precision]))
+        if bits == THREAD_BITS:
+            torch.set_num_threads(max(THREADS))
+            out = lut_attention(query, state, bits, "exact")
+            torch.set_num_threads(1)
+            name = f"lut_attention {bits} bits, exact, {max(THREADS)} threads"
+            checks.append(Check(name, head_error(out, wanted), BUDGET["exact"]))
     return checks
 
 
@@ -176,11 +186,11 @@ def measure(shape: Shape, bandwidth: float, repeats: int) -> Table:
 
 
 def baselines(shape: Shape) -> list[Entry]:
-    """PyTorch's attention on uncompressed keys and values."""
+    """Attention on uncompressed keys and values."""
     query, tokens = make_query(shape.case()), make_tokens(shape.case())
     entries = []
     copies: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
-    for item in BASELINES:
+    for item in available_baselines():
         key, value = (x.to(item.dtype) for x in tokens)
         size = key.nbytes + value.nbytes
         if item.dtype not in copies:
@@ -256,6 +266,31 @@ def _summary(shapes: Sequence[Shape], tables: list[Table]) -> Table:
             name = row["name"]
             rows.setdefault(name, {"name": name})[shape.name] = row["speedup"]
     return Table("summary", "Attention, all shapes", columns, list(rows.values()), is_speed=True)
+
+
+def scaling(shape: Shape, repeats: int) -> list[dict[str, Any]]:
+    """What more threads gain on a shape; one number of threads at a time, a change costs."""
+    query = make_query(shape.case())
+    state = make_state(shape.case(THREAD_BITS), torch.ops.kvq.quantize_tile_)
+    copies = timing.cold_copies(partial(_pooled, state), _read_bytes(state))
+    calls = [partial(lut_attention, query, copy, THREAD_BITS, "exact") for copy in copies]
+    rows: list[dict[str, Any]] = []
+    for threads in THREADS:
+        torch.set_num_threads(threads)
+        time = timing.interleaved([Contestant(str(shape), calls)], repeats)[str(shape)]
+        rows.append({"name": str(shape), "threads": threads, **asdict(time)})
+    torch.set_num_threads(1)
+    return [{**row, "speedup": rows[0]["median"] / row["median"]} for row in rows]
+
+
+def _scaling_table(rows: list[dict[str, Any]]) -> Table:
+    columns = [
+        Column("name", f"lut_attention {THREAD_BITS} bits, exact"),
+        Column("threads", "threads", "d"),
+        *COLUMNS[1:4],
+        Column("speedup", "x of 1 thread", ".2f"),
+    ]
+    return Table("threads", "Attention on several threads", columns, rows, is_speed=True)
 
 
 def _memory(bandwidth: float) -> Table:

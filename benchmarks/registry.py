@@ -10,11 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import yardstick
 from .report import Report
 
 BENCHMARKS: dict[str, str] = {
     "quality": "what packing does to the predictions of a real model",
     "attention": "one attention call over packed tokens against PyTorch's",
+    "encode": "storing tokens: appended one by one, and as a prompt",
+    "memory": "what a process grows by against what the cache reports",
     "generate": "decoding with a real model against Transformers' DynamicCache",
 }
 """A module of this package for each, with a function ``run``, and what it measures."""
@@ -67,10 +70,19 @@ def folded(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 YARDSTICK = "SDPA float32"
 """The baseline that speed is given in multiples of."""
 
+PLAIN_KERNEL = "own fp16 kernel"
+"""The baseline that tells what compression alone gains: a plain kernel without it."""
+
 BASELINES = (
     Baseline(YARDSTICK, torch.float32, sdpa, 1e-4),
     Baseline("SDPA bfloat16", torch.bfloat16, sdpa, 3e-2),
     Baseline("SDPA float16", torch.float16, sdpa, 1e-2),
     Baseline("folded bmm float32", torch.float32, folded, 1e-4),
     Baseline("folded bmm bfloat16", torch.bfloat16, folded, 3e-2),
+    Baseline(PLAIN_KERNEL, torch.float16, yardstick.attend, 1e-2),
 )
+
+
+def available_baselines() -> list[Baseline]:
+    """The baselines without those that this machine cannot compile."""
+    return [item for item in BASELINES if item.name != PLAIN_KERNEL or not yardstick.missing()]

@@ -1,4 +1,4 @@
-"""Run one benchmark: ``python -m benchmarks.run quality|attention|generate``."""
+"""Run one benchmark: ``python -m benchmarks.run NAME``; ``--help`` lists the names."""
 
 from __future__ import annotations
 

@@ -214,13 +214,36 @@ Outcome run_layer(const Kernels& k, const Shape& shape, const Inputs& in,
           attend(k, layer, group, queries, in.query, false, parallel_for)};
 }
 
-void test_layer(const Kernels& k, const Shape& shape) {
-  const Inputs in{normal(2 * kHeads * kTokens * shape.key_dim, 2.0f),
-                  normal(2 * kHeads * kTokens * shape.value_dim),
-                  normal(2 * kHeads * shape.group * shape.queries * shape.key_dim)};
+// A layer with what the scalar kernels make of it.
+struct LayerCase {
+  Shape shape;
+  Inputs in;
+  Outcome wanted;
+
+  explicit LayerCase(const Shape& s)
+      : shape(s),
+        in{normal(2 * kHeads * kTokens * s.key_dim, 2.0f),
+           normal(2 * kHeads * kTokens * s.value_dim),
+           normal(2 * kHeads * s.group * s.queries * s.key_dim)},
+        wanted(run_layer(scalar_tier(), s, in, run_inline)) {}
+};
+
+std::vector<LayerCase> layer_cases() {
+  std::vector<LayerCase> cases;
+  for (int bits : {4, 3, 2})
+    for (int group : {1, 2, 3, 4, 5, 7, 8, 16})
+      cases.emplace_back(Shape{64, 64, bits, bits, group, 1});
+  for (int dim : {32, 48, 80, 96, 112, 128, 192, 512})
+    cases.emplace_back(Shape{dim, dim, 4, 3, 3, 1});
+  cases.emplace_back(Shape{128, 64, 3, 2, 4, 5});
+  cases.emplace_back(Shape{64, 96, kPassThroughBits, kPassThroughBits, 2, 7});
+  return cases;
+}
+
+void test_layer(const Kernels& k, const LayerCase& layer) {
+  const auto& [shape, in, wanted] = layer;
   const Outcome one = run_layer(k, shape, in, run_inline);
   const Outcome many = run_layer(k, shape, in, run_threads);
-  const Outcome wanted = run_layer(scalar_tier(), shape, in, run_inline);
   expect(same(one.records, wanted.records), "records " + shape.name());
   expect(same(one.exact, wanted.exact), "attention " + shape.name());
   expect(same(one.records, many.records), "records of several threads " + shape.name());
@@ -239,6 +262,7 @@ void test_layer(const Kernels& k, const Shape& shape) {
 
 int main(int count, char** arguments) {
   const std::vector<std::string> wanted(arguments + 1, arguments + count);
+  const std::vector<LayerCase> layers = layer_cases();
   std::vector<std::string> found;
   for (auto tier = available(); *tier; ++tier) {
     const Kernels& k = **tier;
@@ -247,11 +271,7 @@ int main(int count, char** arguments) {
     test_transform(k);
     test_conversions(k);
     test_encode(k);
-    for (int bits : {4, 3, 2})
-      for (int group : {1, 2, 3, 4, 5, 7, 8, 16}) test_layer(k, {64, 64, bits, bits, group, 1});
-    for (int dim : {32, 48, 80, 96, 112, 128, 192, 512}) test_layer(k, {dim, dim, 4, 3, 3, 1});
-    test_layer(k, {128, 64, 3, 2, 4, 5});
-    test_layer(k, {64, 96, kPassThroughBits, kPassThroughBits, 2, 7});
+    for (const LayerCase& layer : layers) test_layer(k, layer);
     std::printf("%-12s %s%s\n", k.name, failures == before ? "equals scalar" : "DIFFERS",
                 &k == &active() ? ", active" : "");
   }
