@@ -104,9 +104,14 @@ inline void multiply(const __m512i* level, const uint8_t* row, int stride,
       }
 }
 
-// Bytes of codes in a step: what it prefetches of the next tile. The 96 bytes of a step of 3 bits
-// touch every line every other time, which the hardware's next-line prefetcher makes up for.
-constexpr int step_bytes(int bits) { return bits == 3 ? 96 : 64; }
+// Prefetch the codes of one step: a line, or the one and a half of 3 bits. Returns those of the
+// next.
+template <int kBits>
+inline const uint8_t* prefetch_step(const uint8_t* p) {
+  prefetch(p);
+  if constexpr (kBits == 3) prefetch(p + 64);
+  return p + (kBits == 3 ? 96 : 64);
+}
 
 template <int kBits, int kRows, bool kExact>
 void score_rows(const uint8_t* packed, const uint8_t* next, int dim, const uint8_t* query,
@@ -120,8 +125,7 @@ void score_rows(const uint8_t* packed, const uint8_t* next, int dim, const uint8
     acc.clear();
     const uint8_t* q = query;
     for (int step = group * steps; step < (group + 1) * steps; ++step) {
-      prefetch(next);
-      next += step_bytes(kBits);
+      next = prefetch_step<kBits>(next);
       __m512i level[Decode::kUnits];
       decode(packed, step, level);
       multiply<kRows, kPlanes, Decode::kUnits, true>(level, q, dim * kPlanes, acc);
@@ -146,8 +150,7 @@ void accumulate_rows(const uint8_t* packed, const uint8_t* next, int dim, const 
     sums.clear();
 #pragma GCC unroll 8
     for (int step = 0; step < kSteps; ++step) {
-      prefetch(next);
-      next += step_bytes(kBits);
+      next = prefetch_step<kBits>(next);
       __m512i level[Decode::kUnits];
       decode(packed, block * kSteps + step, level);
       multiply<kRows, kPlanes, Decode::kUnits, false>(
