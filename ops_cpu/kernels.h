@@ -11,7 +11,7 @@ namespace kvq {
 enum class Float : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
 constexpr int64_t size_of(Float type) { return type == Float::kFloat32 ? 4 : 2; }
 
-// Rows of queries attended together; the packed line is decoded once for up to four of them.
+// Rows of queries attended together; a packed line is decoded once for several of them.
 constexpr int kMaxRows = 16;
 
 // Integer queries and weights: 14 bits in exact mode, held as int16, or 7 bits, held as bytes.
