@@ -15,7 +15,7 @@ import torch_kvq
 from tests.cases import Case, State, make_query, make_state, make_tokens
 from tests.ops.compare import BUDGET, head_error
 from torch_kvq import formats, reference
-from torch_kvq._extension import advise_huge_pages
+from torch_kvq._memory import empty_buffer
 
 from . import environment, timing, yardstick
 from .registry import PLAIN_KERNEL, YARDSTICK, Baseline, available_baselines
@@ -220,8 +220,7 @@ def packed(shape: Shape) -> list[Entry]:
 
 def _pooled(state: State) -> State:
     """A copy with its pages as in a growing cache: in order, in huge ones if there are any."""
-    tiles = torch.empty_like(state.tiles)
-    advise_huge_pages(tiles)
+    tiles = empty_buffer(state.tiles.shape, state.tiles)
     pages = -(-int(state.lengths[0, formats.QUANTIZED]) // formats.TILE_TOKENS)
     tiles[:pages].copy_(state.tiles[state.block_table[0, :pages]])
     table = torch.arange(pages, dtype=torch.int32).unsqueeze(0)

@@ -15,7 +15,6 @@ _VARIABLE = "TORCH_KVQ_CPU_CAPABILITY"
 _library = torch.library.Library("kvq", "FRAGMENT")
 _library.define("_cpu_capabilities() -> str")
 _library.define("_set_cpu_capability(str name) -> ()")
-_library.define("_advise_huge_pages(Tensor tiles) -> ()")
 
 
 def _load() -> bool:
@@ -78,15 +77,6 @@ def cpu_capability(name: str) -> Iterator[None]:
     finally:
         if is_compiled:
             torch.ops.kvq._set_cpu_capability(before.active)
-
-
-def advise_huge_pages(tiles: torch.Tensor) -> None:
-    """Ask the system for huge pages under a tensor on the CPU, where it has them.
-
-    To be called before the tensor is written: memory that is in use stays as it is.
-    """
-    if is_compiled and tiles.device.type == "cpu":
-        torch.ops.kvq._advise_huge_pages(tiles)
 
 
 is_compiled = _load()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
 from torch_kvq import KVQLayer, MemoryReport
+from torch_kvq._memory import empty_buffer
 from torch_kvq.cache.cache import KVQCache
 
 
@@ -92,3 +96,34 @@ def test_repr() -> None:
     cache.layers[0].flush()
     size = cache.memory_report().total_bytes
     assert repr(cache) == f"KVQCache(bits=4/3, layers=1, tokens=300, bytes={size})"
+
+
+def heap_bytes() -> int:
+    """Resident bytes of the C library's heap."""
+    mappings = Path("/proc/self/smaps").read_text().split("VmFlags")
+    heap = next((text for text in mappings if "[heap]" in text), "Rss: 0 kB")
+    match = re.search(r"^Rss:\s*(\d+) kB$", heap, re.MULTILINE)
+    assert match is not None
+    return int(match[1]) * 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads Linux's list of mappings")
+def test_growing_buffers_leave_no_holes_in_the_heap() -> None:
+    key, value = torch.randn(2, 1, 8, 64, 128)
+    cache = KVQCache(4)
+    before = heap_bytes()
+    for _ in range(16):
+        for layer in range(8):
+            cache.update(key, value, layer)
+            cache.layers[layer].flush()
+    total = cache.memory_report().total_bytes
+    assert total > 12 << 20
+    assert heap_bytes() - before < total / 8
+
+
+def test_buffers_are_usable_like_others() -> None:
+    for size in [(0, 3), (2, 3), (40, 1000)]:
+        buffer = empty_buffer(size, torch.zeros(1, dtype=torch.bfloat16))
+        assert (buffer.shape, buffer.dtype, buffer.is_contiguous()) == (size, torch.bfloat16, True)
+        buffer.fill_(2)
+        assert torch.equal(copy.deepcopy(buffer), torch.full(size, 2, dtype=torch.bfloat16))

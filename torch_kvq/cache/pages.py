@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from torch_kvq._extension import advise_huge_pages
+from torch_kvq._memory import empty_buffer
 
 _GROWTH = 8
 """A pool that runs out grows by one part in so many."""
@@ -48,8 +48,7 @@ class PagePool:
             return
         held = len(self._counts)
         end = held + max(missing, held // _GROWTH)
-        tiles = self.tiles.new_empty((end, *self.tiles.shape[1:]))
-        advise_huge_pages(tiles)
+        tiles = empty_buffer((end, *self.tiles.shape[1:]), self.tiles)
         tiles[:held].copy_(self.tiles)
         self.tiles = tiles
         self._counts += [0] * (end - held)

@@ -13,6 +13,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from torch_kvq._memory import empty_buffer
 from torch_kvq.cache.options import LayerOptions
 from torch_kvq.cache.pages import BlockTable, PagePool
 from torch_kvq.formats import TILE_TOKENS, TileFormat
@@ -73,8 +74,8 @@ class LayerState:
         self.table = BlockTable(pool, batch, self._table_width(), key.device)
         self.balance = key.new_zeros((batch, kv_heads, key_dim), dtype=torch.float32)
         slots = self._first_slots()
-        self.exact_key = key.new_empty((batch, kv_heads, slots, key_dim))
-        self.exact_value = value.new_empty((batch, kv_heads, slots, value.shape[3]))
+        self.exact_key = empty_buffer((batch, kv_heads, slots, key_dim), key)
+        self.exact_value = empty_buffer((batch, kv_heads, slots, value.shape[3]), value)
         self.lengths = torch.zeros((batch, 3), dtype=torch.int32, device=key.device)
         self._rule = self._rule_with(options.residual_length)
         self.length = self.limit = 0
@@ -316,7 +317,7 @@ class StaticState(LayerState):
 
 def _resized(old: Tensor, slots: int) -> Tensor:
     """The first ``slots`` tokens of an exact buffer in a buffer of that size."""
-    new = old.new_empty((*old.shape[:2], slots, old.shape[3]))
+    new = empty_buffer((*old.shape[:2], slots, old.shape[3]), old)
     kept = min(slots, old.shape[2])
     new[:, :, :kept].copy_(old[:, :, :kept])
     return new
