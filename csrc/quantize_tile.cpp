@@ -40,7 +40,7 @@ Tensor key_balance_op(const Tensor& key) {
     std::vector<float> buffer(static_cast<size_t>(kBalanceFold) * dim);
     for (int64_t i = begin; i < end; ++i) {
       for (int t = 0; t < count; ++t)
-        k.load(at(n, type, i / heads, i % heads, t), type, &buffer[t * dim], dim);
+        k.load_bounded(at(n, type, i / heads, i % heads, t), type, &buffer[t * dim], dim);
       key_balance(buffer.data(), count, dim, to + i * dim);
     }
   });
@@ -81,10 +81,9 @@ Tensor quantize_tile(const Tensor& key, const Tensor& value, const Tensor& balan
         continue;
       }
       for (int t = 0; t < kTileTokens; ++t) {
-        kernels.transform->load(at(k, type, tile, head, t), type, &buffer.key[t * f.key_dim],
-                                f.key_dim);
-        kernels.transform->load(at(v, type, tile, head, t), type, &buffer.value[t * f.value_dim],
-                                f.value_dim);
+        const auto load = kernels.transform->load_bounded;
+        load(at(k, type, tile, head, t), type, &buffer.key[t * f.key_dim], f.key_dim);
+        load(at(v, type, tile, head, t), type, &buffer.value[t * f.value_dim], f.value_dim);
       }
       encode_tile(kernels, f, lambda + tile * lambda_step + head * f.key_dim, 0, buffer, record);
     }

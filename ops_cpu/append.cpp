@@ -81,7 +81,7 @@ class HeadAppend {
     const int count = p_.balance_tokens;
     std::vector<float> rows(static_cast<size_t>(kBalanceFold) * dim);
     for (int i = 0; i < count; ++i)
-      kernels_.transform->load(key_at(s_.sink_tokens + i), s_.type, &rows[i * dim], dim);
+      kernels_.transform->load_bounded(key_at(s_.sink_tokens + i), s_.type, &rows[i * dim], dim);
     key_balance(rows.data(), count, dim, balance_);
   }
 
@@ -105,9 +105,9 @@ class HeadAppend {
   void load_tile(int64_t token, int first, TileBuffer& b) const {
     const Layout& f = s_.layout;
     for (int i = first; i < kTileTokens; ++i) {
-      kernels_.transform->load(key_at(token + i), s_.type, &b.key[i * f.key_dim], f.key_dim);
-      kernels_.transform->load(value_at(token + i), s_.type, &b.value[i * f.value_dim],
-                               f.value_dim);
+      const TransformKernels& k = *kernels_.transform;
+      k.load_bounded(key_at(token + i), s_.type, &b.key[i * f.key_dim], f.key_dim);
+      k.load_bounded(value_at(token + i), s_.type, &b.value[i * f.value_dim], f.value_dim);
     }
   }
 

@@ -12,9 +12,8 @@ constexpr int kBalanceTokens = 192;
 constexpr int kBalanceFold = 256;  // tokens that its sums are zero-padded to
 constexpr float kVarianceFloor = 1e-4f;
 constexpr float kLargestInput = 65504.0f;
-constexpr int kScaleCandidates = 7;
-constexpr float kScaleCandidate[kScaleCandidates] = {0.80f, 0.88f, 0.94f, 1.0f,
-                                                     1.06f, 1.13f, 1.22f};
+constexpr int kScaleCandidates = 5;
+constexpr float kScaleCandidate[kScaleCandidates] = {0.82f, 0.9f, 0.98f, 1.1f, 1.3f};
 
 // Columns of `lengths`.
 constexpr int kStart = 0;

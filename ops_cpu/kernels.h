@@ -27,6 +27,8 @@ constexpr float kSmallestMagnitude = 1e-30f;
 
 struct TransformKernels {
   void (*load)(const void* in, Float type, float* out, int64_t count);
+  // What is encoded: NaN as 0, the rest within +-kLargestInput; `dim` channels.
+  void (*load_bounded)(const void* in, Float type, float* out, int dim);
   void (*store)(const float* in, void* out, Float type, int64_t count);
   void (*fwht)(float* x, const Rotation& rotation);          // x <- H x
   void (*fwht_inverse)(float* x, const Rotation& rotation);  // x <- H' x

@@ -37,22 +37,25 @@ void scatter_value_unit(const uint8_t* in, int dim, int unit, uint8_t* codes) {
     for (int e = 0; e < 4; ++e) out[e * dim + lane] = in[4 * lane + e];
 }
 
+// Two bits of each of four units in a byte.
+void pack_low_bits(const uint8_t (*units)[kLine], uint8_t* out) {
+  for (int b = 0; b < kLine; ++b)
+    out[b] = static_cast<uint8_t>((units[0][b] & 3) | (units[1][b] & 3) << 2 |
+                                  (units[2][b] & 3) << 4 | (units[3][b] & 3) << 6);
+}
+
 void pack_group(const uint8_t (*units)[kLine], int bits, uint8_t* out) {
+  if (bits == 4) {
+    for (int b = 0; b < kLine; ++b) out[b] = static_cast<uint8_t>(units[0][b] | units[1][b] << 4);
+    return;
+  }
+  pack_low_bits(units, out);
+  if (bits == 2) return;
+  pack_low_bits(units + 4, out + kLine);
   for (int b = 0; b < kLine; ++b) {
-    if (bits == 4) {
-      out[b] = static_cast<uint8_t>(units[0][b] | units[1][b] << 4);
-      continue;
-    }
-    for (int half = 0; half < (bits == 3 ? 2 : 1); ++half) {
-      int low = 0;
-      for (int u = 0; u < 4; ++u) low |= (units[4 * half + u][b] & 3) << 2 * u;
-      out[half * kLine + b] = static_cast<uint8_t>(low);
-    }
-    if (bits == 3) {
-      int high = 0;
-      for (int u = 0; u < 8; ++u) high |= (units[u][b] >> 2) << u;
-      out[2 * kLine + b] = static_cast<uint8_t>(high);
-    }
+    int high = 0;
+    for (int u = 0; u < 8; ++u) high |= (units[u][b] >> 2) << u;
+    out[2 * kLine + b] = static_cast<uint8_t>(high);
   }
 }
 

@@ -36,8 +36,9 @@ uint16_t load_half(const uint8_t* p) {
 void store_half(uint8_t* p, uint16_t h) { std::memcpy(p, &h, 2); }
 
 void write_mean(const Layout& f, TileBuffer& b, uint8_t* record) {
-  b.fold = b.key;
-  fold_rows(b.fold.data(), kTileTokens, f.key_dim);
+  const int64_t half_tile = kTileTokens / 2 * f.key_dim;
+  for (int64_t i = 0; i < half_tile; ++i) b.fold[i] = b.key[i] + b.key[i + half_tile];
+  fold_rows(b.fold.data(), kTileTokens / 2, f.key_dim);
   float largest = 0.0f;
   for (int c = 0; c < f.key_dim; ++c) {
     b.fold[c] = b.fold[c] * (1.0f / kTileTokens);
@@ -54,8 +55,24 @@ void write_mean(const Layout& f, TileBuffer& b, uint8_t* record) {
   std::memset(record + f.mean_scale + 2, 0, f.record_bytes - f.mean_scale - 2);
 }
 
-void center_keys(const Layout& f, const float* balance, int first, const uint8_t* record,
-                 float* rows) {
+// Encodes the rotation of what `prepare` makes of the tokens first..63.
+template <typename Prepare>
+void encode_rows(const Kernels& kernels, int dim, int bits, int first, Prepare prepare,
+                 uint8_t* codes, uint8_t* scales) {
+  const Rotation& r = rotation(dim);
+  alignas(64) float z[kMaxHeadDim + 64];
+  std::fill_n(z + dim, 64, 0.0f);
+  float scale[kTileTokens];
+  for (int t = first; t < kTileTokens; ++t) {
+    prepare(t, z);
+    kernels.transform->fwht(z, r);
+    scale[t] = encode_vector(*kernels.encode, z, dim, bits, codes + t * dim);
+  }
+  kernels.transform->store(scale + first, scales + 2 * first, Float::kFloat16, kTileTokens - first);
+}
+
+void encode_keys(const Kernels& kernels, const Layout& f, const float* balance, int first,
+                 TileBuffer& b, uint8_t* record) {
   float center[kMaxHeadDim], factor[kMaxHeadDim];
   const auto* mean = reinterpret_cast<const int8_t*>(record + f.mean);
   const float scale = half_to_float(load_half(record + f.mean_scale));
@@ -63,21 +80,26 @@ void center_keys(const Layout& f, const float* balance, int first, const uint8_t
     center[c] = static_cast<float>(mean[c]) * scale;
     factor[c] = balance[c] * key_signs()[c];
   }
-  for (int t = first; t < kTileTokens; ++t) {
-    float* x = rows + t * f.key_dim;
-    for (int c = 0; c < f.key_dim; ++c) x[c] = (x[c] - center[c]) * factor[c];
-  }
+  const auto prepare = [&](int t, float* z) {
+    const float* x = &b.key[t * f.key_dim];
+    for (int c = 0; c < f.key_dim; ++c) z[c] = (x[c] - center[c]) * factor[c];
+  };
+  if (first > 0) unpack_keys(record + f.key_code, f.key_dim, f.key_bits, b.codes.data());
+  encode_rows(kernels, f.key_dim, f.key_bits, first, prepare, b.codes.data(), record + f.key_scale);
+  pack_keys(b.codes.data(), f.key_dim, f.key_bits, record + f.key_code);
 }
 
-void encode_rows(const Kernels& kernels, float* rows, int dim, int bits, int first, uint8_t* codes,
-                 uint8_t* scales) {
-  const Rotation& r = rotation(dim);
-  for (int t = first; t < kTileTokens; ++t) {
-    kernels.transform->fwht(rows + t * dim, r);
-    uint16_t scale;
-    encode_vector(kernels, rows + t * dim, dim, bits, codes + t * dim, &scale);
-    store_half(scales + 2 * t, scale);
-  }
+void encode_values(const Kernels& kernels, const Layout& f, int first, TileBuffer& b,
+                   uint8_t* record) {
+  const float* signs = value_signs();
+  const auto prepare = [&](int t, float* z) {
+    const float* x = &b.value[t * f.value_dim];
+    for (int c = 0; c < f.value_dim; ++c) z[c] = x[c] * signs[c];
+  };
+  if (first > 0) unpack_values(record + f.value_code, f.value_dim, f.value_bits, b.codes.data());
+  encode_rows(kernels, f.value_dim, f.value_bits, first, prepare, b.codes.data(),
+              record + f.value_scale);
+  pack_values(b.codes.data(), f.value_dim, f.value_bits, record + f.value_code);
 }
 
 void decode_rows(const Kernels& kernels, const uint8_t* codes, const uint8_t* scales,
@@ -98,29 +120,18 @@ void decode_rows(const Kernels& kernels, const uint8_t* codes, const uint8_t* sc
 TileBuffer::TileBuffer(const Layout& f)
     : key(kTileTokens * f.key_dim),
       value(kTileTokens * f.value_dim),
+      fold(kTileTokens / 2 * f.key_dim),
       codes(kTileTokens * std::max(f.key_dim, f.value_dim)) {}
 
-void sanitize(float* x, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
-    const float v = x[i] == x[i] ? x[i] : 0.0f;
-    x[i] = v > kLargestInput ? kLargestInput : v < -kLargestInput ? -kLargestInput : v;
-  }
-}
-
-void encode_vector(const Kernels& kernels, const float* z, int dim, int bits, uint8_t* codes,
-                   uint16_t* scale) {
-  alignas(64) float padded[kMaxHeadDim + 64];
-  std::copy_n(z, dim, padded);
-  std::fill_n(padded + dim, 64, 0.0f);
-  const EncodeKernels& k = *kernels.encode;
-  const float rms = std::sqrt(k.sum_of_squares(padded, dim) / static_cast<float>(dim));
+float encode_vector(const EncodeKernels& k, const float* z, int dim, int bits, uint8_t* codes) {
+  const float rms = std::sqrt(k.sum_of_squares(z, dim) / static_cast<float>(dim));
   const float per_sigma = codebook(bits).per_sigma;
 
   // All are tried before one is chosen: a branch for each would be mispredicted half of the time.
   float step[kScaleCandidates], product[kScaleCandidates], norm[kScaleCandidates];
   for (int g = 0; g < kScaleCandidates; ++g) {
     step[g] = rms > 0.0f ? per_sigma / (rms * kScaleCandidate[g]) : 0.0f;
-    k.try_step(padded, dim, bits, step[g], &product[g], &norm[g]);
+    k.try_step(z, dim, bits, step[g], &product[g], &norm[g]);
   }
   int best = 0;
   float best_gain = product[0] * product[0] / norm[0];
@@ -131,30 +142,16 @@ void encode_vector(const Kernels& kernels, const float* z, int dim, int bits, ui
       best = g;
     }
   }
-  k.write_codes(padded, dim, bits, step[best], codes);
-  const float value = rms > 0.0f ? product[best] / norm[best] : 0.0f;
-  *scale = float_to_half(std::min(value, kLargestInput));
+  k.write_codes(z, dim, bits, step[best], codes);
+  const float scale = rms > 0.0f ? product[best] / norm[best] : 0.0f;
+  return std::min(scale, kLargestInput);
 }
 
 void encode_tile(const Kernels& kernels, const Layout& f, const float* balance, int first,
                  TileBuffer& b, uint8_t* record) {
-  sanitize(b.key.data() + first * f.key_dim, (kTileTokens - first) * f.key_dim);
-  sanitize(b.value.data() + first * f.value_dim, (kTileTokens - first) * f.value_dim);
-
   if (first == 0) write_mean(f, b, record);
-  center_keys(f, balance, first, record, b.key.data());
-  if (first > 0) unpack_keys(record + f.key_code, f.key_dim, f.key_bits, b.codes.data());
-  encode_rows(kernels, b.key.data(), f.key_dim, f.key_bits, first, b.codes.data(),
-              record + f.key_scale);
-  pack_keys(b.codes.data(), f.key_dim, f.key_bits, record + f.key_code);
-
-  const float* signs = value_signs();
-  for (int t = first; t < kTileTokens; ++t)
-    for (int c = 0; c < f.value_dim; ++c) b.value[t * f.value_dim + c] *= signs[c];
-  if (first > 0) unpack_values(record + f.value_code, f.value_dim, f.value_bits, b.codes.data());
-  encode_rows(kernels, b.value.data(), f.value_dim, f.value_bits, first, b.codes.data(),
-              record + f.value_scale);
-  pack_values(b.codes.data(), f.value_dim, f.value_bits, record + f.value_code);
+  encode_keys(kernels, f, balance, first, b, record);
+  encode_values(kernels, f, first, b, record);
 }
 
 void decode_tile(const Kernels& kernels, const Layout& f, const float* balance,
@@ -176,7 +173,6 @@ void decode_tile(const Kernels& kernels, const Layout& f, const float* balance,
 
 void key_balance(float* rows, int count, int dim, float* balance) {
   const int64_t used = static_cast<int64_t>(count) * dim, all = kBalanceFold * dim;
-  sanitize(rows, used);
   std::fill(rows + used, rows + all, 0.0f);
   std::vector<float> fold(rows, rows + all);
   fold_rows(fold.data(), kBalanceFold, dim);

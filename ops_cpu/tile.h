@@ -17,22 +17,21 @@ struct TileBuffer {
 
 // Encode tokens first..63 of `buffer` into the record. Tokens before `first` and the mean they were
 // encoded under stay as they are; with first == 0 the mean is taken and the record written whole.
-// The rows of the buffer are overwritten.
+// The rows of the buffer come from TransformKernels::load_bounded.
 void encode_tile(const Kernels& kernels, const Layout& layout, const float* balance, int first,
                  TileBuffer& buffer, uint8_t* record);
 
-// Codes (a byte each) of one rotated vector and its float16 scale: the best of a few scales.
-void encode_vector(const Kernels& kernels, const float* z, int dim, int bits, uint8_t* codes,
-                   uint16_t* scale);
+// Codes (a byte each) of one rotated vector, aligned and padded as EncodeKernels says, and the best
+// of a few scales.
+float encode_vector(const EncodeKernels& kernels, const float* z, int dim, int bits,
+                    uint8_t* codes);
 
 // Decode a record into the rows of `buffer`.
 void decode_tile(const Kernels& kernels, const Layout& layout, const float* balance,
                  const uint8_t* record, TileBuffer& buffer);
 
-// Balance of `count` key rows in a buffer of kBalanceFold rows, which is overwritten.
+// Balance of `count` rows from TransformKernels::load_bounded in a buffer of kBalanceFold rows,
+// which is overwritten.
 void key_balance(float* rows, int count, int dim, float* balance);
-
-// NaN to 0 and the rest within +-65504, in place.
-void sanitize(float* x, int64_t count);
 
 }  // namespace kvq

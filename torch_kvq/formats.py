@@ -37,7 +37,7 @@ VARIANCE_FLOOR = 1e-4
 LARGEST_INPUT = 65504.0
 """Inputs of the encoder are clamped to this magnitude and NaN is taken as zero."""
 
-SCALE_CANDIDATES = (0.80, 0.88, 0.94, 1.0, 1.06, 1.13, 1.22)
+SCALE_CANDIDATES = (0.82, 0.9, 0.98, 1.1, 1.3)
 
 LEVELS: dict[int, tuple[int, ...]] = {
     4: (-63, -48, -37, -29, -22, -15, -9, -3, 3, 9, 15, 22, 29, 37, 48, 63),

@@ -21,6 +21,15 @@ void load(const void* in, Float type, float* out, int64_t count) {
                            out + whole, count - whole);
 }
 
+void load_bounded(const void* in, Float type, float* out, int dim) {
+  const __m256 most = _mm256_set1_ps(kLargestInput), least = _mm256_set1_ps(-kLargestInput);
+  for (int d = 0; d < dim; d += 8) {
+    const __m256 x = load8(in, type, d);
+    const __m256 number = _mm256_and_ps(x, _mm256_cmp_ps(x, x, _CMP_ORD_Q));
+    _mm256_storeu_ps(out + d, _mm256_max_ps(_mm256_min_ps(number, most), least));
+  }
+}
+
 void store(const float* in, void* out, Float type, int64_t count) {
   if (type == Float::kFloat32) {
     std::memcpy(out, in, count * sizeof(float));
@@ -48,16 +57,38 @@ inline __m256 butterfly_in_register(__m256 x, int length) {
   return _mm256_add_ps(_mm256_permute2f128_ps(x, x, 1), _mm256_xor_ps(x, high));
 }
 
+// Butterflies of distance h.
+void butterflies(float* x, int dim, int h) {
+  for (int i = 0; i < dim; i += 2 * h)
+    for (int j = i; j < i + h; j += 8) {
+      const __m256 a = _mm256_loadu_ps(x + j), b = _mm256_loadu_ps(x + j + h);
+      _mm256_storeu_ps(x + j, _mm256_add_ps(a, b));
+      _mm256_storeu_ps(x + j + h, _mm256_sub_ps(a, b));
+    }
+}
+
+// Butterflies of distance h, then of distance 2h.
+void butterflies_of_two(float* x, int dim, int h) {
+  for (int i = 0; i < dim; i += 4 * h)
+    for (int j = i; j < i + h; j += 8) {
+      float* p = x + j;
+      const __m256 a = _mm256_loadu_ps(p), b = _mm256_loadu_ps(p + h);
+      const __m256 c = _mm256_loadu_ps(p + 2 * h), d = _mm256_loadu_ps(p + 3 * h);
+      const __m256 ab = _mm256_add_ps(a, b), a_b = _mm256_sub_ps(a, b);
+      const __m256 cd = _mm256_add_ps(c, d), c_d = _mm256_sub_ps(c, d);
+      _mm256_storeu_ps(p, _mm256_add_ps(ab, cd));
+      _mm256_storeu_ps(p + h, _mm256_add_ps(a_b, c_d));
+      _mm256_storeu_ps(p + 2 * h, _mm256_sub_ps(ab, cd));
+      _mm256_storeu_ps(p + 3 * h, _mm256_sub_ps(a_b, c_d));
+    }
+}
+
 void blocks(float* x, const Rotation& r) {
   for (int i = 0; i < r.dim; i += 8)
     _mm256_storeu_ps(x + i, butterfly_in_register(_mm256_loadu_ps(x + i), r.block));
-  for (int h = 8; h < r.block; h *= 2)
-    for (int i = 0; i < r.dim; i += 2 * h)
-      for (int j = i; j < i + h; j += 8) {
-        const __m256 a = _mm256_loadu_ps(x + j), b = _mm256_loadu_ps(x + j + h);
-        _mm256_storeu_ps(x + j, _mm256_add_ps(a, b));
-        _mm256_storeu_ps(x + j + h, _mm256_sub_ps(a, b));
-      }
+  int h = 8;
+  for (; 4 * h <= r.block; h *= 4) butterflies_of_two(x, r.dim, h);
+  if (h < r.block) butterflies(x, r.dim, h);
 }
 
 // Row i of the matrix (or column, transposed) over blocks of at least four channels.
@@ -97,7 +128,7 @@ void fwht_inverse(float* x, const Rotation& r) {
 
 }  // namespace
 
-const TransformKernels transform{load, store, fwht, fwht_inverse};
+const TransformKernels transform{load, load_bounded, store, fwht, fwht_inverse};
 
 }  // namespace kvq::avx2
 KVQ_TARGET_END

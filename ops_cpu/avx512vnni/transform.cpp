@@ -21,6 +21,15 @@ void load(const void* in, Float type, float* out, int64_t count) {
                            out + whole, count - whole);
 }
 
+void load_bounded(const void* in, Float type, float* out, int dim) {
+  const __m512 most = _mm512_set1_ps(kLargestInput), least = _mm512_set1_ps(-kLargestInput);
+  for (int d = 0; d < dim; d += 16) {
+    const __m512 x = load16(in, type, d);
+    const __m512 number = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, x, _CMP_ORD_Q), x);
+    _mm512_storeu_ps(out + d, _mm512_max_ps(_mm512_min_ps(number, most), least));
+  }
+}
+
 void store(const float* in, void* out, Float type, int64_t count) {
   if (type == Float::kFloat32) {
     std::memcpy(out, in, count * sizeof(float));
@@ -45,16 +54,38 @@ inline __m512 butterfly_in_register(__m512 x, int length) {
   return _mm512_add_ps(_mm512_shuffle_f32x4(x, x, 0x4E), _mm512_mask_xor_ps(x, 0xFF00, x, minus));
 }
 
+// Butterflies of distance h.
+void butterflies(float* x, int dim, int h) {
+  for (int i = 0; i < dim; i += 2 * h)
+    for (int j = i; j < i + h; j += 16) {
+      const __m512 a = _mm512_loadu_ps(x + j), b = _mm512_loadu_ps(x + j + h);
+      _mm512_storeu_ps(x + j, _mm512_add_ps(a, b));
+      _mm512_storeu_ps(x + j + h, _mm512_sub_ps(a, b));
+    }
+}
+
+// Butterflies of distance h, then of distance 2h.
+void butterflies_of_two(float* x, int dim, int h) {
+  for (int i = 0; i < dim; i += 4 * h)
+    for (int j = i; j < i + h; j += 16) {
+      float* p = x + j;
+      const __m512 a = _mm512_loadu_ps(p), b = _mm512_loadu_ps(p + h);
+      const __m512 c = _mm512_loadu_ps(p + 2 * h), d = _mm512_loadu_ps(p + 3 * h);
+      const __m512 ab = _mm512_add_ps(a, b), a_b = _mm512_sub_ps(a, b);
+      const __m512 cd = _mm512_add_ps(c, d), c_d = _mm512_sub_ps(c, d);
+      _mm512_storeu_ps(p, _mm512_add_ps(ab, cd));
+      _mm512_storeu_ps(p + h, _mm512_add_ps(a_b, c_d));
+      _mm512_storeu_ps(p + 2 * h, _mm512_sub_ps(ab, cd));
+      _mm512_storeu_ps(p + 3 * h, _mm512_sub_ps(a_b, c_d));
+    }
+}
+
 void blocks(float* x, const Rotation& r) {
   for (int i = 0; i < r.dim; i += 16)
     _mm512_storeu_ps(x + i, butterfly_in_register(_mm512_loadu_ps(x + i), r.block));
-  for (int h = 16; h < r.block; h *= 2)
-    for (int i = 0; i < r.dim; i += 2 * h)
-      for (int j = i; j < i + h; j += 16) {
-        const __m512 a = _mm512_loadu_ps(x + j), b = _mm512_loadu_ps(x + j + h);
-        _mm512_storeu_ps(x + j, _mm512_add_ps(a, b));
-        _mm512_storeu_ps(x + j + h, _mm512_sub_ps(a, b));
-      }
+  int h = 16;
+  for (; 4 * h <= r.block; h *= 4) butterflies_of_two(x, r.dim, h);
+  if (h < r.block) butterflies(x, r.dim, h);
 }
 
 // Row i of the matrix (or column, transposed) over blocks of at least four channels.
@@ -95,7 +126,7 @@ void fwht_inverse(float* x, const Rotation& r) {
 
 }  // namespace
 
-const TransformKernels transform{load, store, fwht, fwht_inverse};
+const TransformKernels transform{load, load_bounded, store, fwht, fwht_inverse};
 
 }  // namespace kvq::avx512vnni
 KVQ_TARGET_END

@@ -15,6 +15,14 @@ void load(const void* in, Float type, float* out, int64_t count) {
   }
 }
 
+void load_bounded(const void* in, Float type, float* out, int dim) {
+  load(in, type, out, dim);
+  for (int d = 0; d < dim; ++d) {
+    const float v = out[d] == out[d] ? out[d] : 0.0f;
+    out[d] = v > kLargestInput ? kLargestInput : v < -kLargestInput ? -kLargestInput : v;
+  }
+}
+
 void store(const float* in, void* out, Float type, int64_t count) {
   auto* half = static_cast<uint16_t*>(out);
   if (type == Float::kFloat32) {
@@ -74,6 +82,6 @@ void fwht_inverse(float* x, const Rotation& r) {
 
 }  // namespace
 
-const TransformKernels transform{load, store, fwht, fwht_inverse};
+const TransformKernels transform{load, load_bounded, store, fwht, fwht_inverse};
 
 }  // namespace kvq::scalar

@@ -101,11 +101,11 @@ void test_encode(const Kernels& k) {
   for (int dim : {32, 48, 80, 128, 144, 512})
     for (int bits : {2, 3, 4})
       for (float sigma : {1.0f, 1e-30f, 3e4f, 0.0f}) {
-        const std::vector<float> z = normal(dim, sigma);
+        alignas(64) float z[kMaxHeadDim + 64] = {};
+        std::copy_n(normal(dim, sigma).data(), dim, z);
         std::vector<uint8_t> a(dim), b(dim);
-        uint16_t scale_a, scale_b;
-        encode_vector(k, z.data(), dim, bits, a.data(), &scale_a);
-        encode_vector(scalar_tier(), z.data(), dim, bits, b.data(), &scale_b);
+        const float scale_a = encode_vector(*k.encode, z, dim, bits, a.data());
+        const float scale_b = encode_vector(*scalar_tier().encode, z, dim, bits, b.data());
         expect(same(a, b) && scale_a == scale_b,
                "encode " + std::to_string(dim) + " at " + std::to_string(bits));
       }
