@@ -1,7 +1,5 @@
 #include "csrc/checks.h"
 
-#include <torch/csrc/stable/ops.h>
-
 #include <stdexcept>
 
 namespace kvq {
@@ -76,8 +74,8 @@ void check_not_negative(const char* name, int64_t value) {
     value_error(std::string(name) + " must not be negative, got " + std::to_string(value));
 }
 
-Float float_type(const char* name, const Tensor& tensor) {
-  switch (tensor.scalar_type()) {
+Float float_type(const char* name, ScalarType type) {
+  switch (type) {
     case ScalarType::Float:
       return Float::kFloat32;
     case ScalarType::Half:
@@ -86,8 +84,12 @@ Float float_type(const char* name, const Tensor& tensor) {
       return Float::kBFloat16;
     default:
       value_error(std::string(name) + " must be float32, float16 or bfloat16, got " +
-                  type_text(tensor.scalar_type()));
+                  type_text(type));
   }
+}
+
+Float float_type(const char* name, const Tensor& tensor) {
+  return float_type(name, tensor.scalar_type());
 }
 
 Float check_new_tokens(const Tensor& key, const Tensor& value) {
@@ -148,16 +150,6 @@ Layout check_state(const StateTensors& s, int64_t key_bits, int64_t value_bits,
   check_size("balance", s.balance, 2, key_dim, "key dim");
   check_not_negative("sink_tokens", sink_tokens);
   return layout;
-}
-
-Tensor with_contiguous_rows(const Tensor& tensor) {
-  const int64_t last = tensor.dim() - 1;
-  if (tensor.stride(last) == 1 || tensor.size(last) <= 1) return tensor;
-  return torch::stable::contiguous(tensor);
-}
-
-void run_parallel(int64_t count, const std::function<void(int64_t, int64_t)>& body) {
-  if (count > 0) torch::stable::parallel_for(0, count, 1, body);
 }
 
 }  // namespace kvq

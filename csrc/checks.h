@@ -32,6 +32,7 @@ void check_bits(int64_t key_bits, int64_t value_bits);
 void check_not_negative(const char* name, int64_t value);
 
 // float32, float16 or bfloat16.
+Float float_type(const char* name, ScalarType type);
 Float float_type(const char* name, const Tensor& tensor);
 
 // New keys [batch, kv_heads, tokens, dim] and values of the same dtype.
@@ -46,11 +47,5 @@ struct StateTensors {
 };
 Layout check_state(const StateTensors& state, int64_t key_bits, int64_t value_bits,
                    int64_t sink_tokens);
-
-// The tensor itself when its last dimension is contiguous, a copy otherwise.
-Tensor with_contiguous_rows(const Tensor& tensor);
-
-// torch's thread pool behind the torch-free drivers.
-void run_parallel(int64_t count, const std::function<void(int64_t, int64_t)>& body);
 
 }  // namespace kvq

@@ -1,9 +1,9 @@
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #include <optional>
 
 #include "csrc/checks.h"
+#include "csrc/tensors.h"
 
 namespace kvq {
 namespace {
@@ -17,10 +17,10 @@ Tensor fwht(const Tensor& x, std::optional<Tensor> signs, bool inverse) {
     check_rank("signs", *signs, 1);
     check_dtype("signs", *signs, ScalarType::Float);
     check_size("signs", *signs, 0, dim, "x.shape[-1]");
-    sign = torch::stable::contiguous(*signs);
+    sign = contiguous(*signs);
   }
-  const Tensor in = torch::stable::contiguous(x);
-  Tensor out = torch::stable::new_empty(x, x.sizes());
+  const Tensor in = contiguous(x);
+  Tensor out = empty({x.sizes().begin(), x.sizes().end()}, x.scalar_type());
   const auto* from = static_cast<const uint8_t*>(in.const_data_ptr());
   auto* to = static_cast<uint8_t*>(out.mutable_data_ptr());
   const float* s = sign ? sign->const_data_ptr<float>() : nullptr;

@@ -1,7 +1,6 @@
 #include "ops_cpu/attention.h"
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <cmath>
@@ -11,6 +10,7 @@
 #include <tuple>
 
 #include "csrc/checks.h"
+#include "csrc/tensors.h"
 
 namespace kvq {
 namespace {
@@ -73,9 +73,9 @@ std::tuple<Tensor, Tensor> lut_attention(
 
   const Tensor q = with_contiguous_rows(query), records = with_contiguous_rows(tiles);
   const Tensor k = with_contiguous_rows(exact_key), v = with_contiguous_rows(exact_value);
-  const Tensor table = torch::stable::contiguous(block_table);
-  const Tensor factors = torch::stable::contiguous(balance);
-  const Tensor rows = torch::stable::contiguous(lengths);
+  const Tensor table = contiguous(block_table);
+  const Tensor factors = contiguous(balance);
+  const Tensor rows = contiguous(lengths);
   c.max_pages = table.size(1);
   c.lengths = rows.const_data_ptr<int32_t>();
   c.block_table = table.const_data_ptr<int32_t>();
@@ -96,7 +96,7 @@ std::tuple<Tensor, Tensor> lut_attention(
     check_rank("sinks", *sinks, 1);
     c.sinks_type = float_type("sinks", *sinks);
     check_size("sinks", *sinks, 0, c.heads, "query heads");
-    sink = torch::stable::contiguous(*sinks);
+    sink = contiguous(*sinks);
     c.sinks = sink->const_data_ptr();
   }
 
@@ -115,9 +115,8 @@ std::tuple<Tensor, Tensor> lut_attention(
   c.softcap = static_cast<float>(softcap.value_or(0));
   c.exact = precision == "exact";
 
-  const int64_t out_sizes[4] = {c.batch, c.heads, c.queries, exact_value.size(3)};
-  Tensor out = torch::stable::new_empty(query, {out_sizes, 4});
-  Tensor lse = torch::stable::new_empty(query, {out_sizes, 3}, ScalarType::Float);
+  Tensor out = empty({c.batch, c.heads, c.queries, c.layout.value_dim}, query.scalar_type());
+  Tensor lse = empty({c.batch, c.heads, c.queries}, ScalarType::Float);
   c.out = out.mutable_data_ptr();
   c.lse = lse.mutable_data_ptr<float>();
   attention(active(), c, run_parallel);

@@ -1,11 +1,11 @@
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <tuple>
 #include <vector>
 
 #include "csrc/checks.h"
+#include "csrc/tensors.h"
 #include "ops_cpu/append.h"
 #include "ops_cpu/attention.h"
 #include "ops_cpu/tile.h"
@@ -33,7 +33,7 @@ Tensor key_balance_op(const Tensor& key) {
   const int64_t heads = key.size(1);
   const int dim = static_cast<int>(key.size(3));
   const int count = static_cast<int>(std::min<int64_t>(key.size(2), kBalanceTokens));
-  Tensor out = torch::stable::new_empty(key, {key.size(0), heads, dim}, ScalarType::Float);
+  Tensor out = empty({key.size(0), heads, dim}, ScalarType::Float);
   float* to = out.mutable_data_ptr<float>();
   const TransformKernels& k = *active().transform;
   run_parallel(key.size(0) * heads, [&](int64_t begin, int64_t end) {
@@ -58,12 +58,12 @@ Tensor quantize_tile(const Tensor& key, const Tensor& value, const Tensor& balan
       make_layout(static_cast<int>(key.size(3)), static_cast<int>(value.size(3)),
                   static_cast<int>(key_bits), static_cast<int>(value_bits), size_of(type));
   const Tensor keys = with_contiguous_rows(key), values = with_contiguous_rows(value);
-  const Tensor factors = torch::stable::contiguous(balance);
+  const Tensor factors = contiguous(balance);
   const NewTokens k = new_tokens(keys), v = new_tokens(values);
   const int64_t tiles = key.size(0), heads = key.size(1);
   const float* lambda = factors.const_data_ptr<float>();
   const int64_t lambda_step = balance.size(0) == 1 ? 0 : heads * f.key_dim;
-  Tensor out = torch::stable::new_empty(key, {tiles, heads, f.record_bytes}, ScalarType::Byte);
+  Tensor out = empty({tiles, heads, f.record_bytes}, ScalarType::Byte);
   auto* to = out.mutable_data_ptr<uint8_t>();
   const Kernels& kernels = active();
   run_parallel(tiles * heads, [&](int64_t begin, int64_t end) {
@@ -116,7 +116,7 @@ void quantize_tile_inplace(Tensor& tiles, const Tensor& block_table, Tensor& bal
       value_error(std::string(name) + " is written in place and must be contiguous, got shape " +
                   shape_text(*tensor));
 
-  const Tensor table = torch::stable::contiguous(block_table);
+  const Tensor table = contiguous(block_table);
   LayerState state{layout,
                    type,
                    exact_key.size(0),
@@ -150,17 +150,15 @@ std::tuple<Tensor, Tensor> dequantize_tile(const Tensor& tiles, const Tensor& ba
   check_head_dim("key_dim", balance.size(2));
   check_head_dim("value_dim", value_dim);
   check_bits(key_bits, value_bits);
-  const int64_t dims[4] = {count, heads, kTileTokens, balance.size(2)};
-  const int64_t value_dims[4] = {count, heads, kTileTokens, value_dim};
-  Tensor key = torch::stable::new_empty(tiles, {dims, 4}, dtype);
-  Tensor value = torch::stable::new_empty(tiles, {value_dims, 4}, dtype);
-  const Float type = float_type("dtype", key);
+  const Float type = float_type("dtype", dtype);
+  Tensor key = empty({count, heads, kTileTokens, balance.size(2)}, dtype);
+  Tensor value = empty({count, heads, kTileTokens, value_dim}, dtype);
   const Layout f =
       make_layout(static_cast<int>(balance.size(2)), static_cast<int>(value_dim),
                   static_cast<int>(key_bits), static_cast<int>(value_bits), size_of(type));
   check_size("tiles", tiles, 2, f.record_bytes, "record_bytes");
-  const Tensor records = torch::stable::contiguous(tiles);
-  const Tensor factors = torch::stable::contiguous(balance);
+  const Tensor records = contiguous(tiles);
+  const Tensor factors = contiguous(balance);
   const float* lambda = factors.const_data_ptr<float>();
   const int64_t lambda_step = balance.size(0) == 1 ? 0 : heads * f.key_dim;
   const auto* from = records.const_data_ptr<uint8_t>();

@@ -382,7 +382,7 @@ void check_lengths(const int32_t* lengths, const int32_t* block_table, int64_t b
 
 void attention(const Kernels& kernels, const AttentionCall& call, const ParallelFor& parallel_for) {
   const Plan plan(call);
-  const int64_t block_floats = kMaxRows * plan.partial_stride;
+  const int64_t block_floats = std::min<int64_t>(kMaxRows, plan.rows) * plan.partial_stride;
   const std::unique_ptr<float[]> partial(new float[plan.items() * plan.parts * block_floats]);
   parallel_for(plan.items() * plan.parts, [&](int64_t begin, int64_t end) {
     for (int64_t u = begin; u < end; ++u)
