@@ -54,6 +54,7 @@ def run(quick: bool = False) -> Report:
         tables = [
             Table("storing", "Storing tokens, K and V together", COLUMNS, rows, is_speed=True),
             step.measure(repeats),
+            step.measure_short(2 * repeats),
             prefill_share(512 if quick else PREFILL, 1 if quick else 3),
         ]
     settings = {

@@ -1,4 +1,4 @@
-"""One decoding step of one layer, ``update`` and ``attend``: what a call costs beside its data."""
+"""One decoding step of one layer: what a call costs beside its data."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -15,13 +16,16 @@ from tests.ops.compare import BUDGET, head_error
 from torch_kvq import KVQLayer, reference
 
 from .report import Check, Column, Table
-from .timing import Timing
+from .timing import Contestant, Timing, interleaved
 
 BITS = 4
 PROMPT = 300
 STEPS = 40
 SHAPES = ((9, 3, 64), (32, 8, 128))
 """Query heads, KV heads, head dim."""
+
+SHORT = (64, 128, 256)
+"""Tokens of which none is packed."""
 
 Step = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Appends a key and a value and attends with a query."""
@@ -124,6 +128,36 @@ def measure(repeats: int) -> Table:
             row = {"name": name, "shape": title(shape), "median": found.median, "iqr": found.iqr}
             rows.append({**row, "minimum": found.minimum})
     return Table("step", "One step of one layer", columns, rows, is_speed=True)
+
+
+def measure_short(repeats: int) -> Table:
+    """Time attention over few tokens, which a layer holds exact, against PyTorch's."""
+    columns = [
+        Column("shape", "heads"),
+        Column("tokens", "tokens", "d"),
+        Column("layer", "KVQLayer, attend us", ".1f"),
+        Column("layer_iqr", "IQR us", ".1f"),
+        Column("sdpa", "SDPA us", ".1f"),
+        Column("sdpa_iqr", "IQR us", ".1f"),
+        Column("speedup", "x of SDPA", ".2f"),
+    ]
+    rows: list[dict[str, Any]] = []
+    for shape in SHAPES:
+        for tokens in SHORT:
+            heads, kv_heads, dim = shape
+            key, value = torch.randn(2, 1, kv_heads, tokens, dim)
+            query = torch.randn(1, heads, 1, dim)
+            layer = KVQLayer(BITS)
+            layer.update(key, value)
+            layer.flush()
+            sdpa = partial(F.scaled_dot_product_attention, query, key, value, enable_gqa=True)
+            calls = {"layer": partial(layer.attend, query), "sdpa": sdpa}
+            times = interleaved([Contestant(name, [call]) for name, call in calls.items()], repeats)
+            row: dict[str, Any] = {"shape": title(shape), "tokens": tokens}
+            for name, found in times.items():
+                row |= {name: found.median, f"{name}_iqr": found.iqr}
+            rows.append({**row, "speedup": row["sdpa"] / row["layer"]})
+    return Table("short", "Attention over few tokens", columns, rows, is_speed=True)
 
 
 def mean_seconds(step: Step, steps: list[tuple[Tensor, Tensor, Tensor]]) -> float:

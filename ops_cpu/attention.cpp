@@ -23,6 +23,9 @@ constexpr float kMaskedBias = -8192.0f;
 constexpr int64_t kMinTilesPerSplit = 16;
 constexpr int64_t kWantedUnits = 32;
 
+// Partial results that a thread keeps room for.
+constexpr int64_t kKeptFloats = 32768;
+
 // Tiles between one that is attended to and the one that is prefetched into the second cache.
 constexpr int64_t kAhead = 2;
 
@@ -69,6 +72,7 @@ struct Scratch {
   alignas(64) uint8_t weights[kMaxRows * kTileTokens * integer_bytes(true)];
   int32_t sums[kMaxRows], weight_sums[kMaxRows];
   float units[kMaxRows], means[kMaxRows], factors[kMaxRows];
+  int64_t begin[kMaxRows], end[kMaxRows];  // positions that the causal mask and the window leave
   Softmax softmax[kMaxRows];
 
   void prepare(int key_dim, int value_dim) {
@@ -104,6 +108,9 @@ class Unit {
     for (int r = 0; r < rows_; ++r) {
       s_.softmax[r].max = kNegativeInfinity;
       std::fill_n(s_.softmax[r].lanes, 16, 0.0f);
+      const int64_t position = row_.length - c_.queries + query_of(r);
+      s_.end[r] = c_.is_causal ? position + 1 : row_.length;
+      s_.begin[r] = c_.sliding_window > 0 ? position - c_.sliding_window + 1 : 0;
     }
     load_query();
   }
@@ -128,12 +135,6 @@ class Unit {
  private:
   int64_t query_of(int r) const { return (first_ + r) / plan_.group; }
   int64_t head_of(int r) const { return head_ * plan_.group + (first_ + r) % plan_.group; }
-  int64_t position_of(int r) const { return row_.length - c_.queries + query_of(r); }
-  // Positions [begin, end) that the causal mask and the window leave to a row.
-  int64_t end_of(int r) const { return c_.is_causal ? position_of(r) + 1 : row_.length; }
-  int64_t begin_of(int r) const {
-    return c_.sliding_window > 0 ? position_of(r) - c_.sliding_window + 1 : 0;
-  }
 
   void load_query() {
     const auto* base = static_cast<const uint8_t*>(c_.query);
@@ -259,15 +260,15 @@ class Unit {
                   value_step * item, static_cast<int>(f_.value_dim * item), s_.logits);
     for (int r = 0; r < rows_; ++r) mask_row(r, position, count, s_.logits + r * kTileTokens);
     kernels_.softmax->softmax(s_.logits, s_.softmax, s_.acc.data(), f_.value_dim, rows_, s_.p);
-    bool zeros = false;
+    int zeros = 0;
     for (int r = 0; r < rows_; ++r)
-      for (int t = 0; t < count; ++t) zeros |= s_.p[r * kTileTokens + t] == 0.0f;
-    k.accumulate_exact(value, c_.type, value_step, count, f_.value_dim, s_.p, rows_, zeros,
+      for (int t = 0; t < count; ++t) zeros += s_.p[r * kTileTokens + t] == 0.0f;
+    k.accumulate_exact(value, c_.type, value_step, count, f_.value_dim, s_.p, rows_, zeros > 0,
                        s_.acc.data());
   }
 
   bool visible(int64_t position, int count) const {
-    return position < end_of(rows_ - 1) && position + count > begin_of(0);
+    return position < s_.end[rows_ - 1] && position + count > s_.begin[0];
   }
 
   // Softcap, masks and the end of the tile; masked logits become -inf whatever they held.
@@ -277,7 +278,7 @@ class Unit {
       for (int t = 0; t < count; ++t) logits[t] = cap * std::tanh(logits[t] / cap);
     }
     if (c_.mask_type != MaskType::kNone) add_mask(r, position, count, logits);
-    const int64_t begin = begin_of(r) - position, end = end_of(r) - position;
+    const int64_t begin = s_.begin[r] - position, end = s_.end[r] - position;
     for (int64_t t = 0; t < std::min<int64_t>(begin, count); ++t) logits[t] = kNegativeInfinity;
     for (int64_t t = std::max<int64_t>(std::min<int64_t>(end, count), 0); t < kTileTokens; ++t)
       logits[t] = kNegativeInfinity;
@@ -328,7 +329,8 @@ void merge_row(const Kernels& kernels, const Plan& plan, const float* partial, i
   const float sink = max;
   for (int64_t s = 0; s < plan.parts; ++s) max = std::max(max, partial[s * part_stride + dim]);
 
-  float tiles[kMaxHeadDim] = {}, out[kMaxHeadDim];
+  float tiles[kMaxHeadDim], out[kMaxHeadDim];
+  std::fill_n(tiles, dim, 0.0f);
   float sum = c.sinks ? exp2_nonpositive(sink - max) : 0.0f;
   const int64_t index = (batch * c.heads + head) * c.queries + query;
   if (max == kNegativeInfinity) {
@@ -383,10 +385,14 @@ void check_lengths(const int32_t* lengths, const int32_t* block_table, int64_t b
 void attention(const Kernels& kernels, const AttentionCall& call, const ParallelFor& parallel_for) {
   const Plan plan(call);
   const int64_t block_floats = std::min<int64_t>(kMaxRows, plan.rows) * plan.partial_stride;
-  const std::unique_ptr<float[]> partial(new float[plan.items() * plan.parts * block_floats]);
+  const int64_t floats = plan.items() * plan.parts * block_floats;
+  // A step's results stay in memory that was used before; those of a long call are given back.
+  static thread_local float kept[kKeptFloats];
+  const std::unique_ptr<float[]> large(floats > kKeptFloats ? new float[floats] : nullptr);
+  float* partial = large ? large.get() : kept;
   parallel_for(plan.items() * plan.parts, [&](int64_t begin, int64_t end) {
     for (int64_t u = begin; u < end; ++u)
-      Unit(kernels, plan, u / plan.parts).run(u % plan.parts, partial.get() + u * block_floats);
+      Unit(kernels, plan, u / plan.parts).run(u % plan.parts, partial + u * block_floats);
   });
   parallel_for(plan.items(), [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {
@@ -396,7 +402,7 @@ void attention(const Kernels& kernels, const AttentionCall& call, const Parallel
       for (int64_t r = 0; r < last; ++r) {
         const int64_t row = block * kMaxRows + r;
         merge_row(kernels, plan,
-                  partial.get() + item * plan.parts * block_floats + r * plan.partial_stride,
+                  partial + item * plan.parts * block_floats + r * plan.partial_stride,
                   block_floats, batch, head * plan.group + row % plan.group, row / plan.group);
       }
     }

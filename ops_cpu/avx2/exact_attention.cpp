@@ -28,19 +28,27 @@ inline __m128 fold4(const __m256* lo, const __m256* hi) {
   return _mm_unpacklo_ps(_mm_shuffle_ps(even, even, 0x08), _mm_shuffle_ps(odd, odd, 0x08));
 }
 
+// Scores of four tokens, whose keys stay in the first cache, with every row. Those that are not
+// float32 are converted once for all rows.
 template <Float kType>
 void score_exact_as(const void* keys, int64_t stride, int tokens, int dim, const float* query,
                     int rows, const uint8_t* values, int64_t value_step, int value_bytes,
                     float* scores) {
   constexpr int kTokens = 4;
-  alignas(32) float key[kTokens * kMaxHeadDim];
+  alignas(32) float converted[kType == Float::kFloat32 ? 1 : kTokens * kMaxHeadDim];
   for (int t = 0; t < tokens; t += kTokens) {
-    for (int i = t; i < t + kTokens && i < tokens; ++i)
-      for (int b = 0; b < value_bytes; b += 64) prefetch(values + i * value_step + b);
+    const float* key[kTokens];
     for (int i = 0; i < kTokens; ++i) {
       const int token = t + i < tokens ? t + i : tokens - 1;
       const auto* k = static_cast<const uint8_t*>(keys) + token * stride * size_of(kType);
-      for (int d = 0; d < dim; d += 8) _mm256_store_ps(key + i * dim + d, load8(k, kType, d));
+      for (int b = 0; b < value_bytes; b += 64) prefetch(values + token * value_step + b);
+      if constexpr (kType == Float::kFloat32) {
+        key[i] = reinterpret_cast<const float*>(k);
+      } else {
+        key[i] = converted + i * dim;
+        for (int d = 0; d < dim; d += 8)
+          _mm256_store_ps(converted + i * dim + d, load8(k, kType, d));
+      }
     }
     for (int r = 0; r < rows; ++r) {
       const float* q = query + r * dim;
@@ -49,9 +57,8 @@ void score_exact_as(const void* keys, int64_t stride, int tokens, int dim, const
       for (int d = 0; d < dim; d += 16) {
         const __m256 a = _mm256_loadu_ps(q + d), b = _mm256_loadu_ps(q + d + 8);
         for (int i = 0; i < kTokens; ++i) {
-          const float* k = key + i * dim + d;
-          lo[i] = _mm256_add_ps(lo[i], _mm256_mul_ps(a, _mm256_load_ps(k)));
-          hi[i] = _mm256_add_ps(hi[i], _mm256_mul_ps(b, _mm256_load_ps(k + 8)));
+          lo[i] = _mm256_add_ps(lo[i], _mm256_mul_ps(a, _mm256_loadu_ps(key[i] + d)));
+          hi[i] = _mm256_add_ps(hi[i], _mm256_mul_ps(b, _mm256_loadu_ps(key[i] + d + 8)));
         }
       }
       _mm_storeu_ps(scores + r * kTileTokens + t, fold4(lo, hi));

@@ -256,12 +256,14 @@ void accumulate_tile(const uint8_t* codes, const uint8_t* next, int dim, int bit
 
 void score_mean(const float* query, const int8_t* mean, float mean_scale, int dim, int rows,
                 float* means) {
+  alignas(32) float m[kMaxHeadDim];
+  for (int d = 0; d < dim; d += 8) _mm256_store_ps(m + d, load8_s8(mean + d));
   for (int r = 0; r < rows; ++r) {
     const float* q = query + r * dim;
     __m256 lo = _mm256_setzero_ps(), hi = lo;
     for (int d = 0; d < dim; d += 16) {
-      lo = _mm256_add_ps(lo, _mm256_mul_ps(_mm256_loadu_ps(q + d), load8_s8(mean + d)));
-      hi = _mm256_add_ps(hi, _mm256_mul_ps(_mm256_loadu_ps(q + d + 8), load8_s8(mean + d + 8)));
+      lo = _mm256_add_ps(lo, _mm256_mul_ps(_mm256_loadu_ps(q + d), _mm256_load_ps(m + d)));
+      hi = _mm256_add_ps(hi, _mm256_mul_ps(_mm256_loadu_ps(q + d + 8), _mm256_load_ps(m + d + 8)));
     }
     means[r] = fold(lo, hi) * mean_scale;
   }

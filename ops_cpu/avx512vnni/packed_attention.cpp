@@ -220,11 +220,13 @@ void accumulate_tile(const uint8_t* codes, const uint8_t* next, int dim, int bit
 
 void score_mean(const float* query, const int8_t* mean, float mean_scale, int dim, int rows,
                 float* means) {
+  alignas(64) float m[kMaxHeadDim];
+  for (int d = 0; d < dim; d += 16) _mm512_store_ps(m + d, load16_s8(mean + d));
   for (int r = 0; r < rows; ++r) {
     const float* q = query + r * dim;
     __m512 sum = _mm512_setzero_ps();
     for (int d = 0; d < dim; d += 16)
-      sum = _mm512_add_ps(sum, _mm512_mul_ps(_mm512_loadu_ps(q + d), load16_s8(mean + d)));
+      sum = _mm512_add_ps(sum, _mm512_mul_ps(_mm512_loadu_ps(q + d), _mm512_load_ps(m + d)));
     means[r] = fold(sum) * mean_scale;
   }
 }

@@ -209,14 +209,15 @@ class KVQLayer(CacheLayer):
         """
         if attn_mask is not None and attn_mask.dim() < 4:
             attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
-        options = {
-            "scale": scale,
-            "is_causal": is_causal,
-            "sliding_window": sliding_window,
-            "softcap": softcap,
-            "sinks": sinks,
-            "precision": precision,
-        }
+        options: dict[str, Any] = {"scale": scale}
+        is_plain = sliding_window is None and softcap is None and sinks is None
+        # Reading an argument of an operator takes time even when it is the default.
+        if is_causal or not is_plain or precision != "exact":
+            options["is_causal"] = is_causal
+            options["sliding_window"] = sliding_window
+            options["softcap"] = softcap
+            options["sinks"] = sinks
+            options["precision"] = precision
         if self._pending is not None:
             out = self._attend_pending(query, attn_mask, options)
             if out is not None:
