@@ -9,7 +9,9 @@
 #include <string>
 #include <vector>
 
+#include "ops_cpu/attention_plan.h"
 #include "ops_cpu/exp2.h"
+#include "ops_cpu/half.h"
 
 namespace kvq {
 namespace {
@@ -19,48 +21,11 @@ constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
 // Additive masks at or below this, such as the smallest float16, mean "not attended".
 constexpr float kMaskedBias = -8192.0f;
 
-// Splits follow from the shapes and lengths alone, so the result does not depend on the threads.
-constexpr int64_t kMinTilesPerSplit = 16;
-constexpr int64_t kWantedUnits = 32;
-
 // Partial results that a thread keeps room for.
 constexpr int64_t kKeptFloats = 32768;
 
 // Tiles between one that is attended to and the one that is prefetched into the second cache.
 constexpr int64_t kAhead = 2;
-
-struct Row {  // one sequence
-  int64_t start, length, tokens, quantized, tiles;
-};
-
-Row read_row(const int32_t* lengths, int64_t b) {
-  const int32_t* l = lengths + b * kLengthColumns;
-  const int64_t tokens = std::max<int64_t>(l[kLength] - l[kStart], 0);
-  return {l[kStart], l[kLength], tokens, l[kQuantized],
-          (l[kQuantized] + kTileTokens - 1) / kTileTokens};
-}
-
-// A block of query rows of one KV head, in the order (query, head of the group), and its partial
-// results: per split and row value_dim sums, then maximum and denominator.
-struct Plan {
-  const AttentionCall& c;
-  int64_t group, rows, blocks, splits, parts;
-  int64_t partial_stride;
-
-  explicit Plan(const AttentionCall& call)
-      : c(call), group(call.heads / call.kv_heads), rows(group * call.queries) {
-    blocks = (rows + kMaxRows - 1) / kMaxRows;
-    int64_t tiles = 0;
-    if (!c.layout.pass_through())
-      for (int64_t b = 0; b < c.batch; ++b) tiles = std::max(tiles, read_row(c.lengths, b).tiles);
-    const int64_t items = std::max<int64_t>(c.batch * c.kv_heads * blocks, 1);
-    const int64_t most = (tiles + kMinTilesPerSplit - 1) / kMinTilesPerSplit;
-    splits = std::min(most, (kWantedUnits + items - 1) / items);
-    parts = splits + 1;  // the last part is the exact tokens
-    partial_stride = c.layout.value_dim + 2;
-  }
-  int64_t items() const { return c.batch * c.kv_heads * blocks; }
-};
 
 // Scratch of one thread; reused over its units and calls.
 struct Scratch {
@@ -117,7 +82,9 @@ class Unit {
 
   void run(int64_t split, float* partial) {
     if (split < plan_.splits) {
-      attend_tiles(row_.tiles * split / plan_.splits, row_.tiles * (split + 1) / plan_.splits);
+      const int64_t first = first_tile(c_, row_), tiles = row_.tiles - first;
+      attend_tiles(first, first + tiles * split / plan_.splits,
+                   first + tiles * (split + 1) / plan_.splits);
     } else {
       attend_exact();
     }
@@ -162,10 +129,10 @@ class Unit {
     }
   }
 
-  void attend_tiles(int64_t begin, int64_t end) {
+  void attend_tiles(int64_t first, int64_t begin, int64_t end) {
     if (begin >= end) return;
     // Tiles prefetch those that follow, also across splits; nothing precedes the first.
-    for (int64_t tile = 0; begin == 0 && tile < std::min(kAhead, end); ++tile)
+    for (int64_t tile = first; begin == first && tile < std::min(first + kAhead, end); ++tile)
       prefetch(record_of(tile), 0, f_.record_bytes);
     rotate_query();
     for (int64_t tile = begin; tile < end; ++tile) {
@@ -312,51 +279,6 @@ class Unit {
   int64_t batch_, head_, first_;
   int rows_;
 };
-
-float sink_logit(const AttentionCall& c, const Kernels& kernels, int64_t head) {
-  float x;
-  const auto* p = static_cast<const uint8_t*>(c.sinks) + head * size_of(c.sinks_type);
-  kernels.transform->load(p, c.sinks_type, &x, 1);
-  return x * kLog2E;
-}
-
-// The partial results of one query row become its output and log-sum-exp.
-void merge_row(const Kernels& kernels, const Plan& plan, const float* partial, int64_t part_stride,
-               int64_t batch, int64_t head, int64_t query) {
-  const AttentionCall& c = plan.c;
-  const int dim = c.layout.value_dim;
-  float max = c.sinks ? sink_logit(c, kernels, head) : kNegativeInfinity;
-  const float sink = max;
-  for (int64_t s = 0; s < plan.parts; ++s) max = std::max(max, partial[s * part_stride + dim]);
-
-  float tiles[kMaxHeadDim], out[kMaxHeadDim];
-  std::fill_n(tiles, dim, 0.0f);
-  float sum = c.sinks ? exp2_nonpositive(sink - max) : 0.0f;
-  const int64_t index = (batch * c.heads + head) * c.queries + query;
-  if (max == kNegativeInfinity) {
-    std::fill_n(out, dim, 0.0f);
-    c.lse[index] = kNegativeInfinity;
-  } else {
-    for (int64_t s = 0; s < plan.splits; ++s) {
-      const float* part = partial + s * part_stride;
-      const float weight = exp2_nonpositive(part[dim] - max);
-      if (weight == 0.0f) continue;
-      sum = sum + weight * part[dim + 1];
-      for (int d = 0; d < dim; ++d) tiles[d] = tiles[d] + weight * part[d];
-    }
-    if (plan.splits > 0) kernels.transform->fwht_inverse(tiles, rotation(dim));
-    const float* exact = partial + plan.splits * part_stride;
-    const float weight = exp2_nonpositive(exact[dim] - max);
-    sum = sum + weight * exact[dim + 1];
-    const float* signs = value_signs();
-    const float inverse = 1.0f / sum;
-    for (int d = 0; d < dim; ++d)
-      out[d] = (tiles[d] * signs[d] + (weight > 0.0f ? weight * exact[d] : 0.0f)) * inverse;
-    c.lse[index] = (max + std::log2(sum)) * kLn2;
-  }
-  auto* to = static_cast<uint8_t*>(c.out) + index * dim * size_of(c.query_type);
-  kernels.transform->store(out, to, c.query_type, dim);
-}
 
 }  // namespace
 
