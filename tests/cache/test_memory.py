@@ -7,6 +7,7 @@ import gc
 import re
 from pathlib import Path
 
+import matplotlib
 import pytest
 import torch
 
@@ -80,7 +81,8 @@ def test_long_context_is_small() -> None:
 
 
 def test_text() -> None:
-    report = MemoryReport(3 << 20, 6 << 20, {"tiles": 2 << 20, "exact": 1 << 20}, 100, 2)
+    layers = [{"tiles": 2 << 20}, {"exact": 1 << 20}]
+    report = MemoryReport.collect(layers, 6 << 20, 100)
     assert str(report).splitlines() == [
         "3.00 MiB for 100 tokens in 2 layers; fp16 would take 6.00 MiB, 2.00 times as much",
         "  tiles 2.00 MiB",
@@ -127,3 +129,18 @@ def test_buffers_are_usable_like_others() -> None:
         assert (buffer.shape, buffer.dtype, buffer.is_contiguous()) == (size, torch.bfloat16, True)
         buffer.fill_(2)
         assert torch.equal(copy.deepcopy(buffer), torch.full(size, 2, dtype=torch.bfloat16))
+
+
+def test_every_layer_is_reported_and_drawn() -> None:
+    matplotlib.use("Agg")
+    cache = KVQCache(4)
+    for layer, tokens in ((0, 700), (2, 700)):
+        cache.update(*torch.randn(2, 1, 2, tokens, 32), layer_idx=layer)
+        cache.layers[layer].flush()
+    report = cache.memory_report()
+    assert report.by_layer[1] == {}
+    assert report.by_layer[0] == report.by_layer[2] == cache.layers[0].memory_parts()
+    axes = report.plot()
+    heights = sum(bar.get_height() for bars in axes.containers for bar in bars)
+    assert heights * 2**20 == pytest.approx(report.total_bytes)
+    assert report.plot(axes) is axes

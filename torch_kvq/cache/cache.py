@@ -145,14 +145,17 @@ class CacheCore:
             >>> round(cache.memory_report().ratio, 1)
             3.1
         """
-        packed = self.packed_layers
-        others = [layer for layer in self.layers if not isinstance(layer, KVQLayer)]
-        tensors = [tensor for layer in others for tensor in _tensors(vars(layer))]
-        parts = [layer.memory_parts() for layer in packed]
-        parts += [{"other layers": sum(map(tensor_bytes, tensors))}] if tensors else []
-        fp16_bytes = sum(layer.fp16_bytes for layer in packed)
-        fp16_bytes += sum(2 * tensor.numel() for tensor in tensors if tensor.is_floating_point())
-        tokens = max((layer.tokens for layer in packed), default=0)
+        parts, fp16_bytes = [], 0
+        for layer in self.layers:
+            if isinstance(layer, KVQLayer):
+                parts.append(layer.memory_parts())
+                fp16_bytes += layer.fp16_bytes
+            else:
+                tensors = _tensors(vars(layer))
+                size = sum(map(tensor_bytes, tensors))
+                parts.append({"other layers": size} if size else {})
+                fp16_bytes += sum(2 * x.numel() for x in tensors if x.is_floating_point())
+        tokens = max((layer.tokens for layer in self.packed_layers), default=0)
         return MemoryReport.collect(parts, fp16_bytes, tokens)
 
     def __repr__(self) -> str:
