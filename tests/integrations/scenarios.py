@@ -175,6 +175,37 @@ def cropped(model: Any, cache: Any, load: Load) -> Tensor:
         return forward(model, cache, token_ids(1, 20, seed=2)).argmax(-1)
 
 
+def logits(model: Any, cache: Any, load: Load) -> Tensor:
+    """A prompt and single tokens, the same whatever the model would choose."""
+    with torch.no_grad():
+        forward(model, cache, load.prompt)
+        steps = token_ids(1, load.new_tokens, seed=5).split(1, 1)
+        return torch.cat([forward(model, cache, step) for step in steps], 1)
+
+
+def attention_weights(model: Any, cache: Any, load: Load) -> Tensor:
+    """The weights of all steps; the tokens where an attention implementation gives no weights."""
+    options = {"output_attentions": True, "return_dict_in_generate": True, **load.greedy}
+    result = model.generate(**inputs(model, load.prompt), past_key_values=cache, **options)
+    steps = result.get("decoder_attentions", result.get("attentions"))
+    weights = [layer for step in steps or () for layer in step or () if layer is not None]
+    return torch.cat([layer.flatten() for layer in weights]) if weights else result.sequences
+
+
+def training(model: Any, cache: Any, load: Load) -> Tensor:
+    """A prompt and a step with gradients and, where the model has it, dropout."""
+    torch.manual_seed(3)
+    model.train()
+    try:
+        forward(model, cache, load.prompt)
+        out = forward(model, cache, token_ids(1, 3, seed=5))
+        out.square().mean().backward()
+    finally:
+        model.eval()
+        model.zero_grad()
+    return out.argmax(-1)
+
+
 SCENARIOS = (
     greedy,
     from_one_token,

@@ -45,9 +45,13 @@ def test_lost_beams_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_attention_weights_are_those_of_the_model(attention: str) -> None:
-    """Packed attention has no weights to give: these steps decode."""
-    model = tiny_model("llama", attention)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_attention_weights_are_those_of_the_model(name: str, attention: str) -> None:
+    """Packed attention has no weights to give: these steps decode.
+
+    GPT-2 is one that does not tell its attention function of them.
+    """
+    model = tiny_model(name, attention)
     options = {"output_attentions": True, "return_dict_in_generate": True, **GREEDY}
     cache = packed()
     got = model.generate(PROMPT, past_key_values=cache, **options).attentions
@@ -58,6 +62,16 @@ def test_attention_weights_are_those_of_the_model(attention: str) -> None:
     assert cache.materialized == 19 * 2
     with pytest.raises(RuntimeError, match="strict=True"):
         model.generate(PROMPT, past_key_values=packed(strict=True), **options)
+
+
+def test_attention_weights_that_the_configuration_asks_for() -> None:
+    model, cache = tiny_model("llama", "eager", output_attentions=True), packed()
+    with torch.no_grad():
+        model(PROMPT, past_key_values=cache)
+        got = model(PROMPT[:, :1], past_key_values=cache).attentions
+        want = model(torch.cat((PROMPT, PROMPT[:, :1]), 1)).attentions
+    for weights, wanted in zip(got, want, strict=True):
+        torch.testing.assert_close(weights, wanted[:, :, -1:])
 
 
 def test_dropout_decodes() -> None:

@@ -26,6 +26,8 @@ def attend_exact(
 ) -> Tensor:
     """Attention over keys and values that are not in a layer.
 
+    With a sliding window, a soft cap or sinks it has no gradients.
+
     Args:
         query: ``[batch, heads, queries, key_dim]``; the last query belongs to the last token.
         key: ``[batch, kv_heads, tokens, key_dim]``.
@@ -49,6 +51,8 @@ def attend_exact(
     is_plain = sliding_window is None and softcap is None and sinks is None
     is_aligned = not is_causal or (attn_mask is None and query.shape[2] == tokens)
     if is_plain and is_aligned and query.dtype == key.dtype:
+        if attn_mask is not None and attn_mask.dtype not in (torch.bool, torch.float32):
+            attn_mask = attn_mask.to(query.dtype)
         return F.scaled_dot_product_attention(
             query,
             key,
@@ -59,14 +63,14 @@ def attend_exact(
             enable_gqa=query.shape[1] != key.shape[1],
         )
     out, _ = torch.ops.kvq.lut_attention(
-        query,
+        query.detach(),
         *_unpacked_state(key, value),
         attn_mask,
         scale=scale,
         is_causal=is_causal,
         sliding_window=sliding_window,
         softcap=softcap,
-        sinks=sinks,
+        sinks=None if sinks is None else sinks.detach(),
         precision=precision,
     )
     return out

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
+from transformers.utils.output_capturing import _active_collector
 
 from torch_kvq.cache.exact import attend_exact
 from torch_kvq.cache.handle import KVQHandle
@@ -115,7 +116,16 @@ def _asks_for_more(kwargs: dict[str, Any]) -> bool:
         kwargs.get("position_bias") is not None
         or kwargs.get("output_attentions")
         or kwargs.get("dropout")
+        or _records_weights()
     )
+
+
+def _records_weights() -> bool:
+    """Whether attention weights are collected without an argument that says so."""
+    if torch.compiler.is_compiling():
+        return False
+    recorded = _active_collector.get()
+    return recorded is not None and "attentions" in recorded
 
 
 def _first(
@@ -132,6 +142,8 @@ def _first(
     tokens = key.new.shape[2]
     if attention_mask is None or isinstance(attention_mask, Tensor):
         mask = None if attention_mask is None else attention_mask[..., :tokens]
+        if kwargs.get("position_bias") is not None:
+            kwargs["position_bias"] = kwargs["position_bias"][..., :tokens]
         result = function(module, query, key.new, value.new, mask, *args, **kwargs)
     else:
         result = function(
@@ -147,7 +159,8 @@ def _options(
 ) -> dict[str, Any]:
     """What the arguments of an attention function mean for packed attention."""
     # Only a mask of four dimensions has causality and sliding window in it.
-    is_open = attention_mask is None or attention_mask.ndim == 2
+    is_open = isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
+    is_open = is_open or attention_mask is None
     is_causal = kwargs.get("is_causal")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
