@@ -171,28 +171,6 @@ def test_static_cache_without_generate_needs_its_length() -> None:
         tiny_model("llama")(PROMPT, past_key_values=packed(static=True))
 
 
-def test_cache_by_name() -> None:
-    model = tiny_model("llama")
-    options = {"backend": "kvq", "nbits": 16, "quantized_start": 80, "residual_length": 10}
-    result = model.generate(
-        PROMPT,
-        cache_implementation="quantized",
-        cache_config=options,
-        return_dict_in_generate=True,
-        **GREEDY,
-    )
-    cache = result.get("cache", result.get("past_key_values"))
-    assert isinstance(cache, KVQCache) and cache.options.key_bits == 16
-    assert torch.equal(result.sequences, model.generate(PROMPT, **GREEDY))
-    with pytest.raises(ValueError, match="q_group_size.*32"):
-        model.generate(
-            PROMPT,
-            cache_implementation="quantized",
-            cache_config=options | {"q_group_size": 32},
-            **GREEDY,
-        )
-
-
 def test_report_and_repr_count_all_layers() -> None:
     model, cache = tiny_model("gemma2", "eager"), packed(4)
     model.generate(PROMPT, past_key_values=cache, **GREEDY)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from torch_kvq.cache import aliases
 from torch_kvq.cache.layer import KVQLayer
 from torch_kvq.cache.memory import MemoryReport, tensor_bytes
 from torch_kvq.cache.options import LayerOptions
+from torch_kvq.cache.policy import LayerPolicy
 
 
 class CacheCore:
@@ -18,6 +21,7 @@ class CacheCore:
     Attributes:
         layers: `KVQLayer` or, where a model has other kinds of layers, those of Transformers.
         options: how the packed layers store tokens.
+        policy: the layers that are not treated like the others.
         static: layers are allocated at once.
     """
 
@@ -34,7 +38,11 @@ class CacheCore:
         max_cache_len: int | None,
         static: bool,
         strict: bool,
+        skip_layers: Sequence[int],
+        layer_bits: Mapping[int, int | str] | None,
+        unknown: Mapping[str, Any],
     ) -> None:
+        aliases.refuse(unknown)
         self.options = LayerOptions.parse(
             bits,
             key_bits=key_bits,
@@ -45,8 +53,10 @@ class CacheCore:
             max_cache_len=max_cache_len,
             strict=strict,
         )
+        self.policy = LayerPolicy.parse(skip_layers, layer_bits)
         self.static = static or max_cache_len is not None
         self._is_laid_out = False
+        self._said: set[str] = set()
 
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -83,20 +93,28 @@ class CacheCore:
                 "belongs to one model"
             )
         first = self.layers[0] if held else None
-        if first is not None and not self.static and first.visible_length != tokens:
+        if first is not None and not self.static and first.get_seq_length() != tokens:
             raise ValueError(
-                f"the cache holds {first.visible_length} positions in {held} layers, got "
+                f"the cache holds {first.get_seq_length()} positions in {held} layers, got "
                 f"layer_idx={layer_idx}: a cache belongs to one model, call reset() before it is "
                 "used for another"
             )
-        self.layers += [self._new_layer() for _ in range(held, layer_idx + 1)]
+        for index in range(held, layer_idx + 1):
+            options = self.policy.resolve_one(self.options, index)
+            self.layers.append(self._skipped() if options is None else self._new_layer(options))
 
-    def _new_layer(self) -> KVQLayer:
+    def _skipped(self) -> Any:
+        """A layer of ``skip_layers``."""
+        return self._new_layer(LayerOptions.parse(16, max_cache_len=self.options.max_cache_len))
+
+    def _new_layer(self, options: LayerOptions | None = None) -> KVQLayer:
         if self.static and self.options.max_cache_len is None:
             raise ValueError(
                 "static=True needs max_cache_len; only generate() finds it out for itself"
             )
-        return KVQLayer.from_options(self.options)
+        layer = KVQLayer.from_options(options or self.options)
+        layer.said = self._said
+        return layer
 
     def _check_level(self) -> None:
         """Raise when the last call of the model did not get through all layers."""
@@ -162,8 +180,9 @@ class CacheCore:
         report = self.memory_report()
         others = len(self.layers) - len(self.packed_layers)
         layers = f"{len(self.layers)}" + (f" ({others} not packed)" if others else "")
+        policy = f"{self.policy}, " if str(self.policy) else ""
         return (
-            f"{type(self).__name__}(bits={self.options.bits}, layers={layers}, "
+            f"{type(self).__name__}(bits={self.options.bits}, {policy}layers={layers}, "
             f"tokens={report.tokens}, bytes={report.total_bytes})"
         )
 
@@ -186,6 +205,9 @@ class KVQCache(CacheCore):
         static: allocate at once, needs ``max_cache_len``.
         config: must be None: the layout of a Transformers model takes Transformers.
         strict: raise where keys or values would have to be decoded.
+        skip_layers: layers that are stored without loss; here they cannot count from the last.
+        layer_bits: bits of single layers, such as ``{0: 4, 1: "4/3"}``.
+        **unknown: nothing else is accepted.
 
     Example:
         >>> cache = KVQCache(bits="4/3")
@@ -211,6 +233,9 @@ class KVQCache(CacheCore):
         static: bool = False,
         config: None = None,
         strict: bool = False,
+        skip_layers: Sequence[int] = (),
+        layer_bits: Mapping[int, int | str] | None = None,
+        **unknown: NoReturn,
     ) -> None:
         self._set_options(
             bits,
@@ -222,6 +247,9 @@ class KVQCache(CacheCore):
             max_cache_len,
             static,
             strict,
+            skip_layers,
+            layer_bits,
+            unknown,
         )
         if config is not None:
             raise ValueError("config needs transformers, which is not installed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch_kvq.cache.protocol import CacheLayer
 from torch_kvq.formats import TILE_TOKENS
 
 _attention = torch.ops.kvq.lut_attention.default
+
+_log = logging.getLogger("torch_kvq")
 
 
 class KVQLayer(CacheLayer):
@@ -44,6 +47,7 @@ class KVQLayer(CacheLayer):
 
     Attributes:
         materialized: how often keys and values were decoded for such code.
+        said: warnings that were given; the layers of a cache share it.
 
     Raises:
         ValueError: an option outside the above.
@@ -98,6 +102,7 @@ class KVQLayer(CacheLayer):
     def _setup(self, options: LayerOptions) -> None:
         super().__init__(options)
         self.materialized = 0
+        self.said: set[str] = set()
         self._unpacked = False  # a long update waits for its attention before it is packed
         self._format = {
             "key_bits": options.key_bits,
@@ -129,7 +134,7 @@ class KVQLayer(CacheLayer):
             return self._update_first(key, value)
         try:
             if key.requires_grad or value.requires_grad:
-                key, value = key.detach(), value.detach()
+                key, value = self._detached(key, value)
             if key.shape[2] == 1:
                 state.append(key, value)
             else:
@@ -155,11 +160,23 @@ class KVQLayer(CacheLayer):
         if self.state.placed:
             return self.update(key, value)
         self.state.check_room(key.shape[2])
-        self._pending = (key.detach(), value.detach())
+        self._pending = self._detached(key, value)
         keys, values = self.keys, self.values
         assert keys is not None and values is not None
         values.decoded = keys.decoded
         return keys, values
+
+    def _detached(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values without their history, which a cache that outlives it must not hold."""
+        needs_gradients = key.requires_grad or value.requires_grad
+        if needs_gradients and "gradients" not in self.said and not torch.compiler.is_compiling():
+            self.said.add("gradients")
+            _log.warning(
+                "a packed cache stores keys and values without their gradients, and packed "
+                "attention has none: call the model under torch.no_grad(), or train it without a "
+                "cache"
+            )
+        return key.detach(), value.detach()
 
     def flush_masked(self, attn_mask: Tensor | None, queries: int) -> None:
         """Store what was kept back, without the left padding that a mask shows.
@@ -224,6 +241,9 @@ class KVQLayer(CacheLayer):
                 return out
         if self.state is None:
             raise ValueError("attend() needs tokens, call update() before")
+        if query.requires_grad:
+            query = query.detach()
+            options["sinks"] = None if sinks is None else sinks.detach()
         out, _ = _attention(query, *self.state.tensors, attn_mask, **self._format, **options)
         if self._unpacked:
             self._unpacked = False

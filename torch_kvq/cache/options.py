@@ -142,7 +142,8 @@ def parse_bits(bits: int | str) -> tuple[int, int]:
     except (TypeError, ValueError):
         numbers = []
     if isinstance(bits, bool) or len(numbers) not in (1, 2):
-        raise ValueError(f'bits must be 2, 3, 4, 16 or a text like "4/3", got {bits!r}')
+        given = repr(bits) if isinstance(bits, (int, str)) else type(bits).__name__
+        raise ValueError(f'bits must be 2, 3, 4, 16 or a text like "4/3", got {given}')
     return numbers[0], numbers[-1]
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import logging
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
+from transformers import cache_utils
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -18,17 +17,20 @@ from transformers.cache_utils import (
     StaticCache,
     StaticLayer,
 )
-from transformers.generation.utils import GenerationMixin
 
 from torch_kvq import formats
 from torch_kvq.cache.cache import CacheCore
 from torch_kvq.cache.layer import KVQLayer
-from torch_kvq.integrations import transformers_attention
+from torch_kvq.integrations import transformers_attention, transformers_generate
 
 _log = logging.getLogger("torch_kvq")
 
+# For layers that use the keys of another one; older releases leave them out of the cache.
+_DUMMY = getattr(cache_utils, "DummyLayer", ())
 
-class KVQCache(CacheCore, Cache):
+
+# A DynamicCache, because EncoderDecoderCache crops and selects rows of nothing else.
+class KVQCache(CacheCore, DynamicCache):
     """A Transformers cache that is packed and attended while it stays packed.
 
     Hand it to ``generate`` or to a model's forward call. Attention over the prompt is the model's
@@ -52,9 +54,15 @@ class KVQCache(CacheCore, Cache):
         config: configuration of the model, for a cache that is not handed to ``generate``.
         strict: raise a RuntimeError where keys or values would have to be decoded, for a model
             that does not use Transformers' attention functions; else `materialized` counts these.
+        skip_layers: layers that keep Transformers' own, such as ``(0, -1)``; negative ones count
+            from the last and need ``generate`` or ``config``.
+        layer_bits: bits of single layers in the place of ``bits``, such as ``{0: 4, 1: "4/3"}``;
+            they change nothing for a layer that is not packed.
+        **unknown: nothing else is accepted; a TypeError says what the names of other caches are
+            called here.
 
     Raises:
-        ValueError: an option outside the above.
+        ValueError: an option outside the above, or a layer that the model does not have.
         TypeError: an option of another type.
 
     Example:
@@ -85,6 +93,9 @@ class KVQCache(CacheCore, Cache):
         static: bool = False,
         config: Any = None,
         strict: bool = False,
+        skip_layers: Sequence[int] = (),
+        layer_bits: Mapping[int, int | str] | None = None,
+        **unknown: NoReturn,
     ) -> None:
         install()
         self._set_options(
@@ -97,6 +108,9 @@ class KVQCache(CacheCore, Cache):
             max_cache_len,
             static,
             strict,
+            skip_layers,
+            layer_bits,
+            unknown,
         )
         self._fits_itself = static and max_cache_len is None
         Cache.__init__(self, layers=[])
@@ -115,11 +129,14 @@ class KVQCache(CacheCore, Cache):
         """
         holds_tokens = self.holds_tokens
         if holds_tokens:
-            expected = len(_template(_decoder_config(model.config), None))
-            if expected != len(self.layers):
+            layers = _template(_decoder_config(model.config), None)
+            # A cache that was not laid out has no layers behind the last that stores anything.
+            while not self._is_laid_out and layers and isinstance(layers[-1], _DUMMY):
+                layers.pop()
+            if len(layers) != len(self.layers):
                 raise ValueError(
                     f"the cache holds tokens of a model with {len(self.layers)} layers, got one "
-                    f"with {expected}: call reset() before it is used for another"
+                    f"with {len(layers)}: call reset() before it is used for another"
                 )
         if self._fits_itself and max_length is not None:
             self._make_room(max_length)
@@ -143,29 +160,45 @@ class KVQCache(CacheCore, Cache):
     def _lay_out(self, config: Any) -> None:
         """Take the layers that Transformers makes, with packed ones where that can be."""
         config = _decoder_config(config)
-        layers, configs = _template(config, self.options.max_cache_len), config.per_layer_config
-        reasons = [_reason(layer, own) for layer, own in zip(layers, configs, strict=True)]
+        layers = _template(config, self.options.max_cache_len)
+        configs = config.per_layer_config[: len(layers)]
+        options = self.policy.resolve(self.options, len(layers))
+        reasons = [
+            _reason(layer, own) or ("skip_layers" if chosen is None else None)
+            for layer, own, chosen in zip(layers, configs, options, strict=True)
+        ]
         held = self.layers if len(self.layers) == len(layers) else layers
         before = [isinstance(layer, KVQLayer) for layer in held]
         # A packed layer that is there already may have options of its own.
         self.layers = [
-            new if reason else old if isinstance(old, KVQLayer) else self._new_layer()
-            for new, old, reason in zip(layers, held, reasons, strict=True)
+            new if reason else old if isinstance(old, KVQLayer) else self._new_layer(chosen)
+            for new, old, reason, chosen in zip(layers, held, reasons, options, strict=True)
         ]
         if not self._is_laid_out or before != [reason is None for reason in reasons]:
             self._log_layout(Counter(reason for reason in reasons if reason))
         self._is_laid_out = True
 
+    def _skipped(self) -> Any:
+        held = self.options.max_cache_len
+        return DynamicLayer() if held is None else StaticLayer(max_cache_len=held)
+
     def _log_layout(self, others: Counter[str]) -> None:
-        packed = len(self.layers) - sum(others.values())
+        packed = self.packed_layers
         _log.log(
             logging.INFO if packed else logging.WARNING,
-            "%d of %d layers are packed at %s bits%s",
-            packed,
+            "%d of %d layers are packed%s%s",
+            len(packed),
             len(self.layers),
-            self.options.bits,
+            _bits_of(packed),
             "".join(f"; {count} not: {reason}" for reason, count in others.items()),
         )
+
+
+def _bits_of(layers: list[KVQLayer]) -> str:
+    counts = Counter(layer.options.bits for layer in layers)
+    if len(counts) < 2:
+        return "".join(f" at {bits} bits" for bits in counts)
+    return " at " + " and ".join(f"{bits} bits ({count})" for bits, count in counts.items())
 
 
 def _decoder_config(config: Any) -> Any:
@@ -184,6 +217,8 @@ def _reason(layer: Any, config: Any) -> str | None:
         return "sliding window"
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         return "linear attention"
+    if isinstance(layer, _DUMMY):
+        return "no keys of its own"
     if type(layer) not in (DynamicLayer, StaticLayer):
         return f"Transformers' {type(layer).__name__}"
     if getattr(config, "kv_lora_rank", None) is not None:
@@ -203,58 +238,7 @@ def install() -> None:
     """Teach Transformers about packed caches; repeated calls find new attention functions."""
     transformers_attention.install()
     CacheLayerMixin.register(KVQLayer)
-    if not hasattr(GenerationMixin._prepare_cache_for_generation, "_kvq_original"):
-        original = GenerationMixin._prepare_cache_for_generation
-        GenerationMixin._prepare_cache_for_generation = _binding(original)
-
-
-def _binding(prepare: Callable[..., Any]) -> Callable[..., Any]:
-    """``_prepare_cache_for_generation`` that binds a packed cache to the model."""
-    parameters = inspect.signature(prepare)
-
-    @functools.wraps(prepare)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = parameters.bind(self, *args, **kwargs).arguments
-        generation_config, model_kwargs = given["generation_config"], given["model_kwargs"]
-        cache = _cache_of(model_kwargs)
-        if cache is None:
-            cache = _cache_by_name(generation_config)
-            if cache is not None:
-                model_kwargs[_CACHE] = cache
-        if isinstance(cache, KVQCache):
-            cache.bind(self, given["max_cache_length"])
-        return prepare(self, *args, **kwargs)
-
-    wrapped._kvq_original = prepare  # type: ignore[attr-defined]
-    return wrapped
-
-
-_CACHE = (
-    "cache"
-    if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-    else "past_key_values"
-)
-
-
-def _cache_of(model_kwargs: dict[str, Any]) -> Any:
-    """The cache that a caller of ``generate`` gave, under its newer or its older name."""
-    cache = model_kwargs.get("cache")
-    return model_kwargs.get("past_key_values") if cache is None else cache
-
-
-def _cache_by_name(generation_config: Any) -> KVQCache | None:
-    """The cache of ``cache_implementation="quantized", cache_config={"backend": "kvq"}``."""
-    options = dict(generation_config.cache_config or {})
-    if generation_config.cache_implementation != "quantized" or options.pop("backend", "") != "kvq":
-        return None
-    if "q_group_size" in options:
-        raise ValueError(
-            "cache_config['q_group_size'] has no meaning for backend 'kvq': every token of a tile "
-            f"has its own scale, got {options['q_group_size']}"
-        )
-    options["bits"] = options.pop("nbits", options.get("bits", 4))
-    generation_config.cache_implementation = generation_config.cache_config = None
-    return KVQCache(**options)
+    transformers_generate.install(KVQCache)
 
 
 install()

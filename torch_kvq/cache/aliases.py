@@ -1,0 +1,89 @@
+"""Names that other quantised caches give to the options of `KVQCache`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch_kvq.cache.options import parse_bits
+
+_log = logging.getLogger("torch_kvq")
+
+_SAME = {
+    "nbits": "bits",
+    "kv_bits": "bits",
+    "quantized_kv_start": "quantized_start",
+}
+
+_PER_TOKEN = "every token of a tile has its own scale"
+_WITHOUT_MEANING = {
+    "axis_key": _PER_TOKEN,
+    "axis_value": _PER_TOKEN,
+    "q_group_size": _PER_TOKEN,
+    "kv_group_size": _PER_TOKEN,
+}
+
+_FROM_MODEL = ("compute_dtype", "device")
+
+
+def translate(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `KVQCache` from the ``cache_config`` of a ``generate`` call.
+
+    An option that is None counts as not given. Dtype and device are the model's, so they are
+    accepted and ignored, with a line at level INFO.
+
+    Args:
+        options: by the names of `KVQCache`, of Transformers' quantised caches or of MLX.
+
+    Raises:
+        ValueError: an option without a meaning, or two names of one that differ.
+
+    Example:
+        >>> translate({"nbits": "4/3", "quantized_kv_start": 128})
+        {'bits': '4/3', 'quantized_start': 128}
+    """
+    arguments: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for name, value in options.items():
+        if value is None:
+            continue
+        if name in _WITHOUT_MEANING:
+            raise ValueError(
+                f"cache_config[{name!r}] has no meaning for backend 'kvq': "
+                f"{_WITHOUT_MEANING[name]}, got {value!r}"
+            )
+        if name in _FROM_MODEL:
+            _log.info("cache_config[%r]=%s is ignored: it is the model's", name, value)
+            continue
+        argument = _SAME.get(name, name)
+        if argument in arguments and not _agree(argument, arguments[argument], value):
+            raise ValueError(
+                f"cache_config[{sources[argument]!r}] and cache_config[{name!r}] are one option, "
+                f"got {arguments[argument]!r} and {value!r}"
+            )
+        arguments.setdefault(argument, value)
+        sources.setdefault(argument, name)
+    return arguments
+
+
+def refuse(unknown: Mapping[str, Any]) -> None:
+    """Raise TypeError for arguments that `KVQCache` does not have, saying what to use instead."""
+    for name, value in unknown.items():
+        if name in _SAME:
+            advice = f"say {_SAME[name]}={value!r}"
+        elif name in _WITHOUT_MEANING:
+            advice = f"it has no meaning here, {_WITHOUT_MEANING[name]}"
+        elif name in _FROM_MODEL:
+            advice = "it is the model's"
+        elif name == "backend":
+            advice = "only cache_config of generate() names a backend"
+        else:
+            advice = "see help(KVQCache)"
+        raise TypeError(f"KVQCache() has no argument {name!r}: {advice}, got {name}={value!r}")
+
+
+def _agree(argument: str, one: Any, other: Any) -> bool:
+    if argument == "bits":
+        return parse_bits(one) == parse_bits(other)
+    return bool(one == other)

@@ -1,0 +1,112 @@
+"""The hook into ``generate``: packed caches get to know their model, and are made by name."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers import __version__
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.generation.utils import GenerationMixin
+
+from torch_kvq.cache import aliases
+
+_log = logging.getLogger("torch_kvq")
+
+_HOOKED = "_prepare_cache_for_generation"
+_NEEDED = ("generation_config", "model_kwargs", "max_cache_length")
+
+_CACHE = (
+    "cache"
+    if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    else "past_key_values"
+)
+
+_warned: list[str] = []
+
+
+def install(cache_type: type[Any]) -> None:
+    """Let ``generate`` bind packed caches to its model; repeated calls change nothing.
+
+    A release of Transformers whose ``generate`` works otherwise is left as it is, with one warning.
+
+    Args:
+        cache_type: the class of packed caches.
+    """
+    prepare = getattr(GenerationMixin, _HOOKED, None)
+    if hasattr(prepare, "_kvq_original"):
+        return
+    if prepare is not None and _names(prepare).issuperset(_NEEDED):
+        setattr(GenerationMixin, _HOOKED, _binding(prepare, cache_type))
+    elif not _warned:
+        _warned.append(__version__)
+        _log.warning(
+            "generate() of transformers %s is not known and does not tell a KVQCache its model: "
+            "give the cache config=model.config, and max_cache_len if it is static; "
+            "cache_config={'backend': 'kvq'} has no effect",
+            __version__,
+        )
+
+
+def _names(function: Callable[..., Any]) -> set[str]:
+    return set(inspect.signature(function).parameters)
+
+
+def _binding(prepare: Callable[..., Any], cache_type: type[Any]) -> Callable[..., Any]:
+    """``_prepare_cache_for_generation`` that binds a packed cache to the model."""
+    signature = inspect.signature(prepare)
+
+    @functools.wraps(prepare)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        generation_config, model_kwargs = given["generation_config"], given["model_kwargs"]
+        name, cache = _given_cache(model_kwargs)
+        if cache is None and _asks_for_packed(generation_config):
+            cache = cache_type(**_options(generation_config))
+            generation_config.cache_implementation = generation_config.cache_config = None
+        if isinstance(cache, cache_type):
+            model_kwargs[name] = _beside_cross_attention(self, cache)
+        own = getattr(cache, "self_attention_cache", cache)
+        if isinstance(own, cache_type):
+            own.bind(self, given["max_cache_length"])
+        return prepare(self, *args, **kwargs)
+
+    wrapped._kvq_original = prepare  # type: ignore[attr-defined]
+    return wrapped
+
+
+def _given_cache(model_kwargs: Mapping[str, Any]) -> tuple[str, Any]:
+    """The cache that a caller of ``generate`` gave, and its name: the newer or the older one."""
+    for name in ("cache", "past_key_values"):
+        if model_kwargs.get(name) is not None:
+            return name, model_kwargs[name]
+    return _CACHE, None
+
+
+def _asks_for_packed(generation_config: Any) -> bool:
+    """Whether ``cache_implementation="quantized", cache_config={"backend": "kvq"}`` is meant."""
+    options = generation_config.cache_config
+    return bool(
+        generation_config.cache_implementation == "quantized"
+        and generation_config.use_cache is not False
+        and isinstance(options, Mapping)
+        and str(options.get("backend")).lower() == "kvq"
+    )
+
+
+def _options(generation_config: Any) -> dict[str, Any]:
+    given = dict(generation_config.cache_config)
+    del given["backend"]
+    return aliases.translate(given)
+
+
+def _beside_cross_attention(model: Any, cache: Any) -> Any:
+    """A cache as the model takes it: cross-attention of an encoder-decoder is not packed."""
+    if not model.config.is_encoder_decoder:
+        return cache
+    return EncoderDecoderCache(cache, DynamicCache(config=model.config))
