@@ -104,6 +104,9 @@ def _make_aware(function: Attention) -> Attention:
             dense = value.dense() if type(value) is KVQHandle else value
             return function(module, query, key.dense(), dense, attention_mask, *args, **kwargs)
         options = _options(module, query, attention_mask, kwargs)
+        if function is sdpa_attention_forward:
+            # It ignores them, so that the model's own prompt goes without.
+            options["softcap"] = options["sinks"] = None
         return _attend(key.layer.attend, query, key.length, attention_mask, options), None
 
     attention._kvq_original = function  # type: ignore[attr-defined]
