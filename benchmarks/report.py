@@ -9,7 +9,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -191,7 +191,12 @@ def markdown(table: Table) -> str:
 
 def render(text: str) -> str:
     """Fill the blocks of a document, ``<!-- begin BENCHMARK/TABLE -->``, from the results."""
-    return _BLOCK.sub(lambda block: f"{block[1]}{_block(block[2])}{block[3]}", text)
+    return fill(text, _block)
+
+
+def fill(text: str, block: Callable[[str], str]) -> str:
+    """Fill the blocks of a document, ``<!-- begin NAME -->``, with the text for NAME."""
+    return _BLOCK.sub(lambda found: f"{found[1]}{block(found[2])}{found[3]}", text)
 
 
 def _block(reference: str) -> str:
