@@ -53,7 +53,7 @@ build/test_kernels_static: KERNEL_FLAGS := -O2 -static
 build/test_kernels build/test_kernels_threads build/test_kernels_static: $(CPP)
 	@mkdir -p build
 	$(CXX) -std=c++17 -ffp-contract=off -fno-math-errno -fno-trapping-math -w -pthread $(KERNEL_FLAGS) -I. -o $@ \
-	  ops_cpu/test/test_kernels.cpp ops_cpu/*.cpp $(foreach d,scalar avx2 avx512vnni,ops_cpu/$(d)/*.cpp)
+	  ops_cpu/*.cpp $(foreach d,scalar avx2 avx512vnni test,ops_cpu/$(d)/*.cpp)
 
 build: $(VENV)/.built
 

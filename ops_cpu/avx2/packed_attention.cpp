@@ -16,12 +16,14 @@ namespace {
 
 // Largest level, added to the levels to make them unsigned bytes of at most 126, 62 or 20.
 //
-// Exact: bytes widen to int16 and meet 14-bit integers in vpmaddwd; a sum of 512 products of
-// 126 * 16383 stays below 2^31. Measured against two 7-bit planes in vpmaddubsw this takes four
-// multiplications for 64 codes instead of six.
-// Fast: a pair sum of vpmaddubsw is at most 2 * 126 * 63 = 15876 for keys and 2 * 127 * 63 = 16002
-// for (signed) values, and kUnits of them add up without saturation: 4 bits 2 * 16002, 3 bits
-// 4 * 2 * 127 * 31 = 31496, 2 bits 4 * 2 * 127 * 10, all below 2^15.
+// Exact: bytes widen to int16 and meet 14-bit integers in vpmaddwd. With the start at -63 times the
+// sum of the integers, 512 * (126 + 63) * 8127 for keys and 64 * (126 + 63) * 16383 for values
+// bound every partial sum, below 2^30. Measured against two 7-bit planes in vpmaddubsw this takes
+// four multiplications for 64 codes instead of six.
+//
+// Fast: a product of vpmaddubsw is at most 126 * level for keys, whose bytes are up to 2 * level,
+// and 127 * level for (signed) values; 16 bits hold a sum of 2 * kUnits of them. That is at 4 bits
+// 4 * 127 * 63 = 32004, at 3 bits 8 * 127 * 31 = 31496 and at 2 bits 8 * 127 * 10 = 10160.
 constexpr int largest_level(int bits) { return bits == 4 ? 63 : bits == 3 ? 31 : 10; }
 
 inline __m256i broadcast4(const void* p) {

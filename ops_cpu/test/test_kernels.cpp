@@ -14,19 +14,12 @@
 #include "ops_cpu/attention.h"
 #include "ops_cpu/half.h"
 #include "ops_cpu/kernels.h"
+#include "ops_cpu/test/check.h"
 #include "ops_cpu/tile.h"
 
 namespace {
 
 using namespace kvq;
-
-int failures = 0;
-
-void expect(bool ok, const std::string& what) {
-  if (ok) return;
-  ++failures;
-  std::printf("FAILED %s\n", what.c_str());
-}
 
 template <typename T>
 bool same(const std::vector<T>& a, const std::vector<T>& b) {
@@ -246,6 +239,7 @@ void test_layer(const Kernels& k, const LayerCase& layer) {
   const Outcome many = run_layer(k, shape, in, run_threads);
   expect(same(one.records, wanted.records), "records " + shape.name());
   expect(same(one.exact, wanted.exact), "attention " + shape.name());
+  expect(same(one.fast, wanted.fast), "fast attention " + shape.name());
   expect(same(one.records, many.records), "records of several threads " + shape.name());
   expect(same(one.exact, many.exact), "attention of several threads " + shape.name());
   expect(same(one.fast, many.fast), "fast attention of several threads " + shape.name());
@@ -271,6 +265,7 @@ int main(int count, char** arguments) {
     test_transform(k);
     test_conversions(k);
     test_encode(k);
+    test_extremes(k);
     for (const LayerCase& layer : layers) test_layer(k, layer);
     std::printf("%-12s %s%s\n", k.name, failures == before ? "equals scalar" : "DIFFERS",
                 &k == &active() ? ", active" : "");
