@@ -13,13 +13,15 @@ export HF_HUB_OFFLINE ?= 1
 # PyTorch's build looks for ninja on the path.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help demo test test-kernels test-kernels-threads test-kernels-qemu lint format build clean
+.PHONY: help demo test test-kernels test-kernels-threads test-kernels-qemu test-kernels-avx512 \
+  lint format build clean
 help:
 	@echo "make demo    answer a question about a long text with a packed cache (ARGS=--help)"
 	@echo "make test    all tests and the examples of the documentation (ARGS=-x)"
 	@echo "make test-kernels  the kernels alone, under the address and undefined-behaviour sanitizers"
 	@echo "make test-kernels-threads  the same on several threads under the thread sanitizer"
 	@echo "make test-kernels-qemu     the same on emulated CPUs with and without AVX2"
+	@echo "make test-kernels-avx512   the same with AVX-512 emulated on AVX2"
 	@echo "make build   compile the extension in place"
 	@echo "make lint    check style and types; make format mends the style"
 	@echo "make clean   remove everything built but the virtual environment"
@@ -46,11 +48,25 @@ test-kernels-qemu: build/test_kernels_static
 	qemu-x86_64 -cpu Nehalem build/test_kernels_static scalar
 	qemu-x86_64 -cpu $(HASWELL) build/test_kernels_static avx2 scalar
 
+# AVX-512 by SIMDe's intrinsics: the folder's headers stand in for immintrin.h and region.h, and the
+# CPU counts as having every feature. Inlined, the emulation takes minutes to compile.
+SIMDE := build/simde
+EMULATED := -Iops_cpu/test/emulated -isystem $(SIMDE)/cmeel.prefix/include -mavx2 -mf16c \
+  -D'__builtin_cpu_supports(feature)=true' -DSIMDE_NO_INLINE -Wno-psabi
+test-kernels-avx512: build/test_kernels_avx512
+	build/test_kernels_avx512 avx512vnni avx2 scalar
+
+$(SIMDE)/.installed: requirements/simde.txt | $(BIN)/python
+	$(PIP) --no-deps --upgrade --target $(SIMDE) -r $<
+	@touch $@
+
 SANITIZERS ?= -fsanitize=address,undefined -fno-sanitize-recover=all
 build/test_kernels: KERNEL_FLAGS := -O1 -g $(SANITIZERS)
 build/test_kernels_threads: KERNEL_FLAGS := -O1 -g -fsanitize=thread
 build/test_kernels_static: KERNEL_FLAGS := -O2 -static
-build/test_kernels build/test_kernels_threads build/test_kernels_static: $(CPP)
+build/test_kernels_avx512: KERNEL_FLAGS := -Og -g -fsanitize=address $(EMULATED)
+build/test_kernels_avx512: $(SIMDE)/.installed
+build/test_kernels $(addprefix build/test_kernels_,threads static avx512): $(CPP)
 	@mkdir -p build
 	$(CXX) -std=c++17 -ffp-contract=off -fno-math-errno -fno-trapping-math -w -pthread $(KERNEL_FLAGS) -I. -o $@ \
 	  ops_cpu/*.cpp $(foreach d,scalar avx2 avx512vnni test,ops_cpu/$(d)/*.cpp)
