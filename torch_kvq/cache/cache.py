@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from torch_kvq.cache.layer import KVQLayer
 from torch_kvq.cache.memory import MemoryReport, tensor_bytes
 from torch_kvq.cache.options import LayerOptions
 from torch_kvq.cache.policy import LayerPolicy
+
+_C = TypeVar("_C", bound="CacheCore")
 
 
 class CacheCore:
@@ -175,6 +178,31 @@ class CacheCore:
                 fp16_bytes += sum(2 * x.numel() for x in tensors if x.is_floating_point())
         tokens = max((layer.tokens for layer in self.packed_layers), default=0)
         return MemoryReport.collect(parts, fp16_bytes, tokens)
+
+    def fork(self: _C) -> _C:
+        """Another cache with the same tokens; both go on without regard to each other.
+
+        To give one prompt several answers, for less than a ``copy.deepcopy`` takes: packed layers
+        share their full pages (`KVQLayer.fork`), while those of Transformers and those of a static
+        cache are copied.
+
+        Returns:
+            A cache of the same class.
+
+        Example:
+            >>> cache = KVQCache(bits=4)
+            >>> _ = cache.update(*torch.randn(2, 1, 8, 300, 64), layer_idx=0)
+            >>> answers = [cache.fork() for _ in range(3)]
+            >>> _ = answers[0].update(*torch.randn(2, 1, 8, 20, 64), layer_idx=0)
+            >>> [answer.get_seq_length() for answer in answers]
+            [320, 300, 300]
+        """
+        fork = copy.copy(self)
+        fork.layers = [
+            layer.fork() if isinstance(layer, KVQLayer) else copy.deepcopy(layer)
+            for layer in self.layers
+        ]
+        return fork
 
     def __repr__(self) -> str:
         report = self.memory_report()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from torch_kvq._memory import empty_buffer
 
@@ -13,9 +15,10 @@ _GROWTH = 8
 
 
 class PagePool:
-    """Pages that rows share by reference count.
+    """Pages that rows, of one table or of several, share by reference count.
 
-    A full page is never written again, so any number of rows may refer to it.
+    A full page is never written again, so any number of rows may refer to it. Tables that share a
+    pool are to be used by one thread at a time.
 
     Attributes:
         tiles: uint8 ``[pages, kv_heads, record_bytes]``; replaced when the pool grows.
@@ -89,6 +92,9 @@ class PagePool:
 class BlockTable:
     """The pages of every row, in order, and the same as a tensor for the operators.
 
+    A table gives its pages back when it is deleted. Copied or pickled it takes the records of its
+    own rows along, in a pool of their own, and nothing of the tables it shares its pool with.
+
     Args:
         pool: where the pages come from.
         batch: number of rows.
@@ -118,6 +124,58 @@ class BlockTable:
         self.rows: list[list[int]] = [[] for _ in range(batch)]
         self.tensor = torch.zeros((batch, width or 0), dtype=torch.int32, device=device)
         self._fill()
+
+    @classmethod
+    def from_records(
+        cls, records: Tensor, rows: list[list[int]], width: int | None = None
+    ) -> BlockTable:
+        """A table with a pool of its own.
+
+        Args:
+            records: uint8 ``[pages, kv_heads, record_bytes]``.
+            rows: which of these each row has, in order.
+            width: as in the class.
+
+        Example:
+            >>> records = torch.zeros(2, 1, 64, dtype=torch.uint8)
+            >>> BlockTable.from_records(records, [[1], [0, 1]]).tensor
+            tensor([[1, 0],
+                    [0, 1]], dtype=torch.int32)
+        """
+        pages, kv_heads, record_bytes = records.shape
+        with torch.inference_mode(False):
+            pool = PagePool(kv_heads, record_bytes, records.device)
+            owned = pool.allocate(pages)
+            pool.tiles.copy_(records)
+            table = cls(pool, len(rows), device=records.device)
+            table._widen(max(map(len, rows), default=0))
+            for row, held in enumerate(rows):
+                table._take(row, held)
+            pool.release(owned)
+            if width is not None:
+                table.resize(width)
+        return table
+
+    def to(self, device: torch.device | str) -> BlockTable:
+        """The same table on a device, with a pool of its own."""
+        records, rows = self._records()
+        return self.from_records(records.to(device), rows, self.width)
+
+    def fork(self, counts: list[int]) -> BlockTable:
+        """Another table of the pool, with the first ``counts[row]`` pages of every row.
+
+        Example:
+            >>> table = BlockTable(PagePool(1, 64), batch=1)
+            >>> table.extend(0, 2)
+            >>> fork = table.fork([1])
+            >>> fork.rows, table.pool.is_shared(0), table.pool.is_shared(1)
+            ([[0]], True, False)
+        """
+        fork = BlockTable(self.pool, len(self.rows), device=self.tensor.device)
+        fork._widen(max(counts, default=0))
+        for row, count in enumerate(counts):
+            fork._take(row, self.rows[row][:count])
+        return fork
 
     def extend(self, row: int, count: int) -> None:
         """Let a row have at least ``count`` pages."""
@@ -185,3 +243,25 @@ class BlockTable:
     def _write(self, row: int, first: int) -> None:
         pages = self.rows[row][first:]
         self.tensor[row, first : first + len(pages)] = self.tensor.new_tensor(pages)
+
+    def _take(self, row: int, pages: list[int]) -> None:
+        """Let a row without pages refer to these, too."""
+        self.pool.retain(pages)
+        self.rows[row] = list(pages)
+        self._write(row, 0)
+
+    def _records(self) -> tuple[Tensor, list[list[int]]]:
+        """The records of all rows, each once, and which of these each row has."""
+        pages = list(dict.fromkeys(page for row in self.rows for page in row))
+        place = {page: index for index, page in enumerate(pages)}
+        return self.pool.tiles[pages], [[place[page] for page in row] for row in self.rows]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BlockTable:
+        return self.to(self.tensor.device)
+
+    def __reduce__(self) -> tuple[Callable[..., BlockTable], tuple[Any, ...]]:
+        return BlockTable.from_records, (*self._records(), self.width)
+
+    def __del__(self) -> None:
+        for pages in self.rows:
+            self.pool.release(pages)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
 from torch_kvq.cache.memory import state_bytes, tensor_bytes
 from torch_kvq.cache.options import LayerOptions
 from torch_kvq.cache.state import LayerState, StaticState
+
+_L = TypeVar("_L", bound="CacheLayer")
 
 
 class CacheLayer:
@@ -31,6 +36,31 @@ class CacheLayer:
         """Allocate for keys and values like these, which may have no tokens."""
         kind = LayerState if self.options.max_cache_len is None else StaticState
         self.state = kind(key, value, self.options)
+
+    def fork(self: _L) -> _L:
+        """Another layer with the same tokens; both go on without regard to each other.
+
+        Full pages are shared by reference count and only what is not packed is copied, so that a
+        fork of a long layer costs little. A static layer has all its memory at once and its fork
+        has as much: it is a whole copy. `memory_parts` of both count the pages that they share,
+        which are to be used by one thread at a time.
+
+        Returns:
+            A layer of the same class.
+
+        Example:
+            >>> from torch_kvq import KVQLayer
+            >>> layer = KVQLayer(bits=4)
+            >>> _ = layer.update(*torch.randn(2, 1, 8, 300, 64))
+            >>> answers = [layer.fork() for _ in range(3)]
+            >>> _ = answers[0].update(*torch.randn(2, 1, 8, 20, 64))
+            >>> [answer.get_seq_length() for answer in answers]
+            [320, 300, 300]
+        """
+        fork = copy.copy(self)
+        if self.state is not None:
+            fork.state = self.state.fork()
+        return fork
 
     def flush(self, padding: Tensor | None = None) -> None:
         """Store what an update has kept back until attention shows the left padding.

@@ -6,9 +6,10 @@ lengths and tables or copies whole buffers.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ _R = TypeVar("_R")
 _S = TypeVar("_S", bound="LayerState")
 
 _append = torch.ops.kvq.quantize_tile_.default
+
+_OWN_TENSORS = ("balance", "exact_key", "exact_value", "lengths")
+"""What a state shares with no other."""
 
 
 def _normal_tensors(
@@ -49,7 +53,8 @@ class LayerState:
     """State of a layer that grows.
 
     ``lengths`` is advanced by the operator and is the only truth; ``length`` mirrors its second
-    column and ``limit`` is the length at which anything but the operator has to run again.
+    column and ``limit`` is the length at which anything but the operator has to run again. Pages
+    may be shared with forks; all other tensors are the state's own.
 
     Args:
         key: any keys ``[batch, kv_heads, tokens, key_dim]``: shape, dtype and device are taken.
@@ -57,7 +62,6 @@ class LayerState:
         options: how to store tokens.
 
     Attributes:
-        tensors: tiles, block_table, balance, exact_key, exact_value, lengths.
         length: positions seen, left padding included.
         is_empty: no position was seen yet.
         placed: every row has its first token, so its left padding is known.
@@ -80,7 +84,6 @@ class LayerState:
         self._rule = self._rule_with(options.residual_length)
         self.length = self.limit = 0
         self.is_empty, self.placed = True, False
-        self._collect()
 
     def _table_width(self) -> int | None:
         return None
@@ -97,6 +100,27 @@ class LayerState:
             residual_length,
             options.quantized_start,
         )
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Tiles, block_table, balance, exact_key, exact_value, lengths.
+
+        Looked up anew each time: a fork that lets the pool grow replaces the tiles of all.
+        """
+        table = self.table
+        return (
+            table.pool.tiles,
+            table.tensor,
+            self.balance,
+            self.exact_key,
+            self.exact_value,
+            self.lengths,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where all tensors are."""
+        return self.lengths.device
 
     @property
     def batch_size(self) -> int:
@@ -169,8 +193,7 @@ class LayerState:
     @_normal_tensors
     def select(self, indices: list[int]) -> None:
         """Let row i become what row ``indices[i]`` is."""
-        counts = [pages_of(quantized) for *_, quantized in self.lengths.tolist()]
-        self.table.select(indices, counts)
+        self.table.select(indices, self._page_counts())
         self.balance, self.exact_key, self.exact_value, self.lengths = (
             self._replace(old, old[indices])
             for old in (self.balance, self.exact_key, self.exact_value, self.lengths)
@@ -179,6 +202,38 @@ class LayerState:
 
     def _replace(self, old: Tensor, new: Tensor) -> Tensor:
         return new
+
+    @_normal_tensors
+    def fork(self: _S) -> _S:
+        """Another state with the same tokens, which shares the pages that hold some."""
+        return self._with_table(self._fork_table(), self.device)
+
+    @_normal_tensors
+    def to(self: _S, device: torch.device | str) -> _S:
+        """Another state with the same tokens on a device, which shares nothing with this one."""
+        return self._with_table(self.table.to(device), device)
+
+    def _fork_table(self) -> BlockTable:
+        return self.table.fork(self._page_counts())
+
+    def _page_counts(self) -> list[int]:
+        return [pages_of(quantized) for *_, quantized in self.lengths.tolist()]
+
+    def _with_table(self: _S, table: BlockTable, device: torch.device | str) -> _S:
+        """A copy of everything but the pages, which are those of ``table``."""
+        new = copy.copy(self)
+        new.table = table
+        for name in _OWN_TENSORS:
+            setattr(new, name, getattr(self, name).to(device, copy=True))
+        return new
+
+    @_normal_tensors
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Let a copy that was made under inference mode be written outside of it."""
+        self.__dict__.update(state)
+        for name in _OWN_TENSORS:
+            if (tensor := getattr(self, name)).is_inference():
+                setattr(self, name, tensor.clone())
 
     @_normal_tensors
     def _reserve(self, tokens: int, residual_length: int | None = None) -> None:
@@ -195,7 +250,6 @@ class LayerState:
                 most = self.options.exact_slots
         if slots > self.slots:
             self._resize_exact(max(slots, min(slots + max(slots // 8, TILE_TOKENS), most)))
-        self._collect()
 
     def _own_partial(self, row: int, quantized: int) -> None:
         """Only a last page that a cut left partial is ever written again."""
@@ -218,7 +272,6 @@ class LayerState:
                 start + min(self.options.next_tile(quantized), quantized + self.slots + 1)
                 for start, _, quantized in rows
             )
-        self._collect()
 
     def _note(self, rows: list[list[int]]) -> None:
         self.length = rows[0][1]
@@ -228,16 +281,6 @@ class LayerState:
     def _resize_exact(self, slots: int) -> None:
         self.exact_key = _resized(self.exact_key, slots)
         self.exact_value = _resized(self.exact_value, slots)
-
-    def _collect(self) -> None:
-        self.tensors = (
-            self.table.pool.tiles,
-            self.table.tensor,
-            self.balance,
-            self.exact_key,
-            self.exact_value,
-            self.lengths,
-        )
 
 
 class StaticState(LayerState):
@@ -299,7 +342,10 @@ class StaticState(LayerState):
         self.options = options
         self.table.resize(max(self._table_width(), self.table.tensor.shape[1]))
         self._resize_exact(max(self._first_slots(), self.slots))
-        self._collect()
+
+    def _fork_table(self) -> BlockTable:
+        """Pages of its own: a shared pool would have to grow, and tiles keep their address."""
+        return self.table.to(self.device)
 
     def _replace(self, old: Tensor, new: Tensor) -> Tensor:
         return old.copy_(new) if old.shape == new.shape else new
@@ -312,7 +358,6 @@ class StaticState(LayerState):
         self._note(rows)
         for row, (_, _, quantized) in enumerate(rows):
             self._own_partial(row, quantized)
-        self._collect()
 
 
 def _resized(old: Tensor, slots: int) -> Tensor:
