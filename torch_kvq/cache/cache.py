@@ -143,9 +143,9 @@ class CacheCore:
 
     @property
     def holds_tokens(self) -> bool:
-        """Whether any layer has allocated."""
+        """Whether any packed layer has tokens, or one of Transformers' memory for some."""
         return any(
-            layer.is_initialized
+            not layer.is_empty
             if isinstance(layer, KVQLayer)
             else any(tensor.dim() for tensor in _tensors(vars(layer)))
             for layer in self.layers

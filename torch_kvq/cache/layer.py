@@ -154,7 +154,7 @@ class KVQLayer(CacheLayer):
         """Update while a row is still without its first token: attention shows where it is."""
         self._check_new(key, value)
         self.flush()
-        if self.state is None:
+        if self.state is None or self._holds() != _kind(key, value):
             self.lazy_initialization(key, value)
         assert self.state is not None
         if self.state.placed:
@@ -309,8 +309,8 @@ class KVQLayer(CacheLayer):
         for name, tensor in (("key", key), ("value", value)):
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        if self.state is not None and key.dim() == value.dim() == 4:
-            held, new = _kind(self.state.exact_key, self.state.exact_value), _kind(key, value)
+        if not self.is_empty and key.dim() == value.dim() == 4:
+            held, new = self._holds(), _kind(key, value)
             if held != new:
                 raise ValueError(
                     f"the layer holds {held}, got {new}: a cache belongs to one model and one "
@@ -320,6 +320,10 @@ class KVQLayer(CacheLayer):
         _checks.check_same_device(key=key, value=value)
         if not (key.shape[0] and key.shape[1]):
             raise ValueError(f"key must not be empty, got shape {tuple(key.shape)}")
+
+    def _holds(self) -> str:
+        assert self.state is not None
+        return _kind(self.state.exact_key, self.state.exact_value)
 
 
 def _kind(key: Tensor, value: Tensor) -> str:

@@ -135,6 +135,11 @@ class CacheLayer:
             self.state.resize(self.options)
 
     @property
+    def is_empty(self) -> bool:
+        """Whether no position was seen yet."""
+        return self._pending is None and (self.state is None or self.state.is_empty)
+
+    @property
     def visible_length(self) -> int:
         """Columns of a mask: the positions, or all that are allocated in a static layer."""
         if self.options.max_cache_len is not None:
