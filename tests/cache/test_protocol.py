@@ -1,4 +1,4 @@
-"""What a cache asks of its layers: nothing decodes, a reset is whole."""
+"""What a cache asks of its layers: nothing decodes, what was moved comes back, a reset is whole."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_kvq import KVQLayer
 from torch_kvq.cache.cache import KVQCache
+from torch_kvq.cache.state import LayerState
 
 SMALL: dict[str, Any] = {"quantized_start": 80, "residual_length": 10}
 MODES = pytest.mark.parametrize("mode", [{}, {"max_cache_len": 700}], ids=["grow", "static"])
@@ -59,6 +60,8 @@ MUTATORS: dict[str, Callable[[KVQLayer], Any]] = {
     "fork": KVQLayer.fork,
     "deepcopy": copy.deepcopy,
     "pickle": lambda layer: pickle.loads(pickle.dumps(layer)),
+    "offload": KVQLayer.offload,
+    "prefetch": KVQLayer.prefetch,
     "memory_parts": KVQLayer.memory_parts,
     "repr": repr,
 }
@@ -109,6 +112,114 @@ def test_layer_that_was_allocated_early(mode: dict[str, int]) -> None:
     layer.lazy_initialization(*torch.zeros(2, 2, 2, 0, 32))
     layer.update(*normal(2, 1, 2, 200, 32))
     assert layer.batch_size == 1
+
+
+@pytest.fixture
+def moves(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let a layer think that it is on another device than the CPU; lists where it goes."""
+    moves: list[str] = []
+    move = KVQLayer._move
+
+    def recorded(layer: KVQLayer, device: torch.device | str) -> None:
+        moves.append(str(device))
+        move(layer, "cpu")
+
+    def device(state: LayerState) -> torch.device:
+        return torch.device(moves[-1] if moves else "cuda")
+
+    monkeypatch.setattr(KVQLayer, "_move", recorded)
+    monkeypatch.setattr(LayerState, "device", property(device))
+    return moves
+
+
+@MODES
+def test_offloaded_layer_comes_back(mode: dict[str, int], moves: list[str]) -> None:
+    layer = filled(16, **mode)
+    want = layer.attend(query := normal(2, 4, 1, 32))
+    layer.offload()
+    layer.offload()
+    assert moves == ["cpu"]
+    layer.prefetch()
+    layer.prefetch()
+    assert moves == ["cpu", "cuda"]
+    assert torch.equal(layer.attend(query), want)
+
+
+@MODES
+def test_update_brings_an_offloaded_layer_back(mode: dict[str, int], moves: list[str]) -> None:
+    layer = filled(16, **mode)
+    layer.offload()
+    layer.crop(-20)
+    layer.reorder_cache(torch.tensor([1, 0]))
+    assert moves == ["cpu"]
+    layer.update(*normal(2, 2, 2, 30, 32, seed=1))
+    assert moves == ["cpu", "cuda"]
+    held = normal(2, 2, 2, 350, 32)[0, [1, 0], :, :280]
+    want = torch.cat((held, normal(2, 2, 2, 30, 32, seed=1)[0]), 2)
+    assert torch.equal(layer.materialize(310)[0], want)
+
+
+@MODES
+def test_attention_to_an_offloaded_layer_says_why_not(
+    mode: dict[str, int], moves: list[str]
+) -> None:
+    """As in a cache that moves a layer away between its update and its attention."""
+    layer = KVQLayer(16, **SMALL, **mode)
+    query = normal(2, 4, 1, 32)
+    for tokens in (100, 1):
+        layer.update(*normal(2, 2, 2, tokens, 32))
+        layer.offload()
+        with pytest.raises(NotImplementedError, match=r"from cuda to the CPU.*offloading=True"):
+            layer.attend(query)
+        with pytest.raises(NotImplementedError, match="offload"):
+            layer.materialize(100)
+        layer.prefetch()
+        layer.attend(query)
+    assert int(layer.get_seq_length()) == 101
+
+
+@MODES
+def test_reset_of_an_offloaded_layer(mode: dict[str, int], moves: list[str]) -> None:
+    layer = filled(16, **mode)
+    layer.offload()
+    layer.reset()
+    layer.update(*normal(2, 2, 2, 200, 32))
+    layer.attend(normal(2, 4, 1, 32))
+    assert int(layer.get_seq_length()) == 200
+
+
+@MODES
+def test_a_move_takes_every_tensor_along(mode: dict[str, int]) -> None:
+    layer = filled(**mode)
+    there = layer.state.to("meta")
+    assert {tensor.device.type for tensor in there.tensors} == {"meta"}
+    assert there.table.pool.used == len({page for row in there.table.rows for page in row})
+    layer.reset()
+    layer.update(*normal(2, 2, 2, 5, 32))
+    layer._home = torch.device("meta")
+    layer.prefetch()
+    assert {tensor.device.type for tensor in layer._pending} == {"meta"}
+
+
+@MODES
+def test_offloading_on_the_cpu_moves_nothing(mode: dict[str, int]) -> None:
+    layer = filled(**mode)
+    before = [tensor.data_ptr() for tensor in layer.state.tensors]
+    layer.offload()
+    layer.attend(normal(2, 4, 1, 32))
+    layer.prefetch()
+    assert [tensor.data_ptr() for tensor in layer.state.tensors] == before
+
+
+def test_moved_fork_leaves_the_pool_to_the_others() -> None:
+    layer = filled()
+    fork = layer.fork()
+    pool = layer.state.table.pool
+    layer.reset()
+    used = pool.used
+    fork.state = fork.state.to("cpu")
+    assert (used, pool.used) == (10, 0)
+    assert fork.state.table.pool.used == 10
 
 
 def test_reset_cache_belongs_to_no_model() -> None:

@@ -129,6 +129,8 @@ class KVQLayer(CacheLayer):
             TypeError: something else than tensors.
             IndexError: more tokens than ``max_cache_len``.
         """
+        if self._home is not None:
+            self.prefetch()
         state = self.state
         if state is None or not state.placed:
             return self._update_first(key, value)
@@ -187,6 +189,7 @@ class KVQLayer(CacheLayer):
         """
         if self._pending is None or self.state is None:
             return
+        self._check_resident()
         before = 0 if self.state.is_empty else self.state.positions
         self.flush(left_padding(attn_mask, queries, before, self._kept_back))
 
@@ -223,7 +226,10 @@ class KVQLayer(CacheLayer):
 
         Raises:
             ValueError: no tokens, or arguments that do not fit the layer.
+            NotImplementedError: the layer was offloaded since its last update.
         """
+        if self._home is not None:
+            self._check_resident()
         if attn_mask is not None and attn_mask.dim() < 4:
             attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
         options: dict[str, Any] = {"scale": scale}
@@ -272,6 +278,7 @@ class KVQLayer(CacheLayer):
 
         Raises:
             RuntimeError: the layer is strict.
+            NotImplementedError: the layer was offloaded since its last update.
         """
         if self.options.strict:
             raise RuntimeError(
@@ -279,6 +286,7 @@ class KVQLayer(CacheLayer):
                 "not read them packed or for a result that packed attention does not give "
                 "(attention weights, dropout, a position bias)"
             )
+        self._check_resident()
         self.flush()
         if self.state is None:
             raise ValueError("materialize() needs tokens, call update() before")
@@ -324,6 +332,16 @@ class KVQLayer(CacheLayer):
     def _holds(self) -> str:
         assert self.state is not None
         return _kind(self.state.exact_key, self.state.exact_value)
+
+    def _check_resident(self) -> None:
+        """Raise for what happens between an update and its attention in a cache that offloads."""
+        if self._home is not None:
+            raise NotImplementedError(
+                f"the layer was moved from {self._home} to the CPU between its update and its "
+                "attention, which reads it, as Transformers' Cache(offloading=True) does: call "
+                "offload() between calls of the model, and prefetch() to read a layer without an "
+                "update"
+            )
 
 
 def _kind(key: Tensor, value: Tensor) -> str:

@@ -31,6 +31,7 @@ class CacheLayer:
         self.options = options
         self.state: LayerState | None = None
         self._pending: tuple[Tensor, Tensor] | None = None
+        self._home: torch.device | None = None  # where offloaded tensors belong
 
     def lazy_initialization(self, key: Tensor, value: Tensor) -> None:
         """Allocate for keys and values like these, which may have no tokens."""
@@ -61,6 +62,35 @@ class CacheLayer:
         if self.state is not None:
             fork.state = self.state.fork()
         return fork
+
+    def offload(self) -> None:
+        """Move all tensors to the CPU; the next update or `prefetch` brings them back.
+
+        What is done in between, like `crop` or `reorder_cache`, is done on the CPU.
+
+        Example:
+            >>> from torch_kvq import KVQLayer
+            >>> layer = KVQLayer(bits=4)
+            >>> _ = layer.update(*torch.randn(2, 1, 8, 300, 64))
+            >>> layer.offload()
+            >>> layer.prefetch()
+        """
+        if self.state is not None and self.state.device.type != "cpu":
+            self._home = self.state.device
+            self._move("cpu")
+
+    def prefetch(self) -> None:
+        """Bring the tensors of an offloaded layer back to their device."""
+        home, self._home = self._home, None
+        if home is not None:
+            self._move(home)
+
+    def _move(self, device: torch.device | str) -> None:
+        if self.state is not None:
+            self.state = self.state.to(device)
+        if self._pending is not None:
+            key, value = self._pending
+            self._pending = (key.to(device), value.to(device))
 
     def flush(self, padding: Tensor | None = None) -> None:
         """Store what an update has kept back until attention shows the left padding.
@@ -126,7 +156,7 @@ class CacheLayer:
         if isinstance(self.state, StaticState):
             self.state.crop(0)
         else:
-            self.state = None
+            self.state = self._home = None
 
     def resize(self, max_cache_len: int) -> None:
         """Let a static layer have room for ``max_cache_len`` positions."""
