@@ -157,7 +157,7 @@ class LayerState:
             self._settle()
 
     def append_exact(self, key: Tensor, value: Tensor) -> None:
-        """Append, but pack only what was due before, so that every query has its exact window."""
+        """Append with as many more recent tokens exact, so that every query has its window."""
         residual_length = self.options.residual_length + key.shape[2]
         self._reserve(key.shape[2], residual_length)
         _append(*self.tensors, key, value, *self._rule_with(residual_length))
