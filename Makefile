@@ -1,7 +1,9 @@
 # The interpreter that creates .venv; any CPython from 3.10 on.
 PYTHON ?= python3
-# Extra arguments of `make demo` and `make test`.
+# Extra arguments of `make demo`, `make test` and `make test-transformers`.
 ARGS ?=
+# Releases of Transformers that `make test-transformers` runs on, the latest patch of each.
+TRANSFORMERS ?= 5.16 5.20 5.24
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,11 +15,12 @@ export HF_HUB_OFFLINE ?= 1
 # PyTorch's build looks for ninja on the path.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help demo test test-kernels test-kernels-threads test-kernels-qemu test-kernels-avx512 \
-  lint format build clean
+.PHONY: help demo test test-transformers test-kernels test-kernels-threads test-kernels-qemu
+.PHONY: test-kernels-avx512 lint format build clean
 help:
 	@echo "make demo    answer a question about a long text with a packed cache (ARGS=--help)"
 	@echo "make test    all tests and the examples of the documentation (ARGS=-x)"
+	@echo "make test-transformers  caches and integration on older releases of Transformers too"
 	@echo "make test-kernels  the kernels alone, under the address and undefined-behaviour sanitizers"
 	@echo "make test-kernels-threads  the same on several threads under the thread sanitizer"
 	@echo "make test-kernels-qemu     the same on emulated CPUs with and without AVX2"
@@ -32,6 +35,23 @@ demo: build
 test: build
 	$(BIN)/python -m pytest tests $(ARGS)
 	$(BIN)/python -m pytest --doctest-modules torch_kvq
+
+test-transformers: $(TRANSFORMERS:%=test-transformers-%)
+
+test-transformers-%: build/transformers-%/.installed build
+	build/transformers-$*/bin/python -m pytest tests/cache tests/integrations $(ARGS)
+
+# Everything but Transformers, and what a release needs in another version, is borrowed from .venv
+# through a path: behind the environment's own packages, and out of reach of an uninstallation.
+.PRECIOUS: build/transformers-%/.installed
+PIP_INTO := $(BIN)/python -m pip --disable-pip-version-check --python
+SITE := import sysconfig; print(sysconfig.get_path("purelib"))
+build/transformers-%/.installed: | $(VENV)/.requirements
+	$(BIN)/python -m venv --clear --without-pip $(@D)
+	$(PIP_INTO) $(@D)/bin/python install --quiet --no-deps 'transformers==$*.*'
+	$(BIN)/python -c '$(SITE)' >"$$($(@D)/bin/python -c '$(SITE)')/dependencies.pth"
+	$(PIP_INTO) $(@D)/bin/python install --quiet 'transformers==$*.*'
+	@touch $@
 
 # Without PyTorch: every instruction set of this machine against the scalar kernels.
 test-kernels: build/test_kernels
