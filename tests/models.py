@@ -46,6 +46,7 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral-window": ("Mistral", {"sliding_window": 40}),
+    "mistral-long-window": ("Mistral", {"sliding_window": 72}),
     "mixtral": ("Mixtral", {"num_local_experts": 2, "num_experts_per_tok": 2}),
     "phi3": ("Phi3", {}),
     "gemma2": ("Gemma2", {"head_dim": 32, "sliding_window": 40, "attn_logit_softcapping": 5.0}),

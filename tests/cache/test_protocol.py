@@ -73,7 +73,7 @@ def test_nothing_is_decoded_or_attended(name: str, mode: dict[str, int]) -> None
     layer = filled(**mode)
     with Operators() as operators:
         MUTATORS[name](layer)
-    assert operators.called <= {"quantize_tile_", "_advise_huge_pages"}
+    assert operators.called <= {"quantize_tile_", "_empty_pages"}
     assert layer.materialized == 0
 
 

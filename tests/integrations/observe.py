@@ -215,7 +215,7 @@ def layout(name: str) -> str:
     logger.setLevel(logging.INFO)
     try:
         with _messages(logging.INFO) as said:
-            cache = KVQCache(16, config=tiny_config(name))
+            cache = KVQCache(16, config=tiny_config(name), **_OPTIONS)
     finally:
         logger.setLevel(before)
     reasons = said[-1].partition("; ")[2]

@@ -189,7 +189,8 @@ def attention_weights(model: Any, cache: Any, load: Load) -> Tensor:
     result = model.generate(**inputs(model, load.prompt), past_key_values=cache, **options)
     steps = result.get("decoder_attentions", result.get("attentions"))
     weights = [layer for step in steps or () for layer in step or () if layer is not None]
-    return torch.cat([layer.flatten() for layer in weights]) if weights else result.sequences
+    # Caches differ in whether columns that a sliding window masks are there.
+    return torch.cat([layer[layer > 0] for layer in weights]) if weights else result.sequences
 
 
 def training(model: Any, cache: Any, load: Load) -> Tensor:

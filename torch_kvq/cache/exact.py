@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_kvq import _checks
+from torch_kvq.cache.pages import FREED
 from torch_kvq.cache.state import LayerState, pages_of
-from torch_kvq.formats import TileFormat
+from torch_kvq.formats import TILE_TOKENS, TileFormat
 
 
 def attend_exact(
@@ -116,8 +117,9 @@ def _decode_row(state: LayerState, row: int, quantized: int) -> tuple[Tensor, Te
     if not quantized:
         return exact
     pages = state.table.rows[row][: pages_of(quantized)]
+    freed = pages.count(FREED)
     tiles = torch.ops.kvq.dequantize_tile(
-        state.table.pool.tiles[pages],
+        state.table.pool.tiles[pages[freed:]],
         state.balance[row : row + 1],
         state.options.key_bits,
         state.options.value_bits,
@@ -127,9 +129,15 @@ def _decode_row(state: LayerState, row: int, quantized: int) -> tuple[Tensor, Te
     sinks = state.options.sink_tokens
     key, value = (
         torch.cat(
-            (whole[:, :sinks], tile.transpose(0, 1).flatten(1, 2)[:, :quantized], whole[:, sinks:]),
+            (whole[:, :sinks], _joined(tile, freed)[:, :quantized], whole[:, sinks:]),
             1,
         )
         for whole, tile in zip(exact, tiles, strict=True)
     )
     return key, value
+
+
+def _joined(tiles: Tensor, freed: int) -> Tensor:
+    """Tiles ``[n, kv_heads, 64, dim]`` as tokens, zero for those of ``freed`` pages before them."""
+    tokens = tiles.transpose(0, 1).flatten(1, 2)
+    return F.pad(tokens, (0, 0, freed * TILE_TOKENS, 0))

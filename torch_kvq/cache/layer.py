@@ -44,6 +44,9 @@ class KVQLayer(CacheLayer):
             when not given.
         strict: raise a RuntimeError where keys or values would have to be decoded for code that
             does not attend to them packed.
+        sliding_window: positions that a query attends to, its own included, more than
+            ``residual_length + 64``. Packed tokens behind it are given up, so that the layer does
+            not grow with the context; it cannot be combined with ``max_cache_len``.
 
     Attributes:
         materialized: how often keys and values were decoded for such code.
@@ -78,6 +81,7 @@ class KVQLayer(CacheLayer):
         quantized_start: int = 256,
         max_cache_len: int | None = None,
         strict: bool = False,
+        sliding_window: int | None = None,
     ) -> None:
         self._setup(
             LayerOptions.parse(
@@ -89,6 +93,7 @@ class KVQLayer(CacheLayer):
                 quantized_start=quantized_start,
                 max_cache_len=max_cache_len,
                 strict=strict,
+                sliding_window=sliding_window,
             )
         )
 
@@ -216,7 +221,8 @@ class KVQLayer(CacheLayer):
                 ``[batch, heads, T, positions]``; columns are positions, padding included.
             scale: factor of the scores, ``key_dim ** -0.5`` when not given.
             is_causal: mask keys behind the query's position.
-            sliding_window: attend only to the last so many positions, the query's own included.
+            sliding_window: attend only to the last so many positions, the query's own included;
+                that of the layer when not given.
             softcap: scores become ``softcap * tanh(score / softcap)`` before the mask.
             sinks: ``[heads]``, a logit per head that joins the softmax without a value.
             precision: ``"exact"`` or ``"fast"``, see `torch_kvq.lut_attention`.
@@ -232,6 +238,9 @@ class KVQLayer(CacheLayer):
             self._check_resident()
         if attn_mask is not None and attn_mask.dim() < 4:
             attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
+        window = self.options.sliding_window
+        if window is not None:
+            sliding_window = window if sliding_window is None else min(sliding_window, window)
         options: dict[str, Any] = {"scale": scale}
         is_plain = sliding_window is None and softcap is None and sinks is None
         # Reading an argument of an operator takes time even when it is the default.
@@ -247,6 +256,8 @@ class KVQLayer(CacheLayer):
                 return out
         if self.state is None:
             raise ValueError("attend() needs tokens, call update() before")
+        if window is not None:
+            self.state.check_queries(query.shape[2])
         if query.requires_grad:
             query = query.detach()
             options["sinks"] = None if sinks is None else sinks.detach()

@@ -20,6 +20,8 @@ class LayerOptions:
         max_cache_len: positions to allocate at once; the layer grows when None.
         strict: raise where keys or values would have to be decoded for an attention that does not
             read them packed.
+        sliding_window: positions that a query attends to, its own included; earlier ones are given
+            up. All when None.
 
     Example:
         >>> LayerOptions.parse("4/3").value_bits
@@ -33,6 +35,7 @@ class LayerOptions:
     quantized_start: int = 256
     max_cache_len: int | None = None
     strict: bool = False
+    sliding_window: int | None = None
 
     def __post_init__(self) -> None:
         formats.check_bits(self.key_bits, self.value_bits)
@@ -45,6 +48,22 @@ class LayerOptions:
             _check_count(name, getattr(self, name), least=0)
         if self.max_cache_len is not None:
             _check_count("max_cache_len", self.max_cache_len, least=1)
+        if self.sliding_window is not None:
+            self._check_sliding_window(self.sliding_window)
+
+    def _check_sliding_window(self, sliding_window: int) -> None:
+        if self.max_cache_len is not None:
+            raise ValueError(
+                "max_cache_len must not be given together with sliding_window: a layer that is "
+                "allocated at once has room for all positions"
+            )
+        _check_count("sliding_window", sliding_window, least=1)
+        if not self.fits_sliding_window(sliding_window):
+            raise ValueError(
+                f"sliding_window must exceed residual_length + {formats.TILE_TOKENS}, the tokens "
+                f"that stay exact, got {sliding_window} with "
+                f"residual_length={self.residual_length}"
+            )
 
     @classmethod
     def parse(
@@ -58,6 +77,7 @@ class LayerOptions:
         quantized_start: int = 256,
         max_cache_len: int | None = None,
         strict: bool = False,
+        sliding_window: int | None = None,
     ) -> LayerOptions:
         """Options from a preset.
 
@@ -70,6 +90,7 @@ class LayerOptions:
             quantized_start: tokens up to which nothing is quantised.
             max_cache_len: positions to allocate at once.
             strict: raise instead of decoding.
+            sliding_window: positions that a query attends to.
 
         Raises:
             ValueError: bits that do not exist, or fewer for the keys than for the values.
@@ -84,6 +105,7 @@ class LayerOptions:
             quantized_start,
             max_cache_len,
             strict,
+            sliding_window,
         )
 
     @property
@@ -106,6 +128,14 @@ class LayerOptions:
     def with_max_cache_len(self, max_cache_len: int) -> LayerOptions:
         """The same options with another capacity."""
         return replace(self, max_cache_len=max_cache_len)
+
+    def with_sliding_window(self, sliding_window: int) -> LayerOptions:
+        """The same options for a layer with a sliding window."""
+        return replace(self, sliding_window=sliding_window)
+
+    def fits_sliding_window(self, sliding_window: int) -> bool:
+        """Whether a window is longer than what stays exact, so that packing it gains something."""
+        return sliding_window > self.residual_length + formats.TILE_TOKENS
 
     def quantized(self, tokens: int, quantized: int, residual_length: int | None = None) -> int:
         """Tokens of a row that belong in tiles (`torch_kvq.formats.quantized_tokens`)."""

@@ -13,6 +13,9 @@ from torch_kvq._memory import empty_buffer
 _GROWTH = 8
 """A pool that runs out grows by one part in so many."""
 
+FREED = -1
+"""Stands for a page that a row has given up, in its place among the others."""
+
 
 class PagePool:
     """Pages that rows, of one table or of several, share by reference count.
@@ -69,11 +72,14 @@ class PagePool:
     def retain(self, pages: Iterable[int]) -> None:
         """Add an owner to each page."""
         for page in pages:
-            self._counts[page] += 1
+            if page != FREED:
+                self._counts[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
         """Take an owner from each page; one without owners is free again."""
         for page in pages:
+            if page == FREED:
+                continue
             self._counts[page] -= 1
             if not self._counts[page]:
                 self._free.append(page)
@@ -196,6 +202,20 @@ class BlockTable:
             self.pool.release([page])
             self._write(row, index)
 
+    def free(self, row: int, count: int) -> None:
+        """Give up the first ``count`` pages of a row, which nothing may read again.
+
+        Example:
+            >>> table = BlockTable(PagePool(1, 64), batch=1)
+            >>> table.extend(0, 3)
+            >>> table.free(0, 2)
+            >>> table.rows, table.pool.used
+            ([[-1, -1, 2]], 1)
+        """
+        pages = self.rows[row]
+        self.pool.release(pages[:count])
+        pages[:count] = [FREED] * min(count, len(pages))
+
     def truncate(self, counts: list[int]) -> None:
         """Keep the first ``counts[row]`` pages of every row."""
         for pages, count in zip(self.rows, counts, strict=True):
@@ -242,7 +262,9 @@ class BlockTable:
 
     def _write(self, row: int, first: int) -> None:
         pages = self.rows[row][first:]
-        self.tensor[row, first : first + len(pages)] = self.tensor.new_tensor(pages)
+        # The operators read no record of a page that was given up, but its number has to be one.
+        numbers = self.tensor.new_tensor([max(page, 0) for page in pages])
+        self.tensor[row, first : first + len(pages)] = numbers
 
     def _take(self, row: int, pages: list[int]) -> None:
         """Let a row without pages refer to these, too."""
@@ -252,8 +274,9 @@ class BlockTable:
 
     def _records(self) -> tuple[Tensor, list[list[int]]]:
         """The records of all rows, each once, and which of these each row has."""
-        pages = list(dict.fromkeys(page for row in self.rows for page in row))
-        place = {page: index for index, page in enumerate(pages)}
+        held = {page for row in self.rows for page in row if page != FREED}
+        pages = sorted(held)
+        place = {FREED: FREED, **{page: index for index, page in enumerate(pages)}}
         return self.pool.tiles[pages], [[place[page] for page in row] for row in self.rows]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockTable:

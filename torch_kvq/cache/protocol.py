@@ -122,6 +122,7 @@ class CacheLayer:
         if target < 0:
             raise IndexError(f"tokens={tokens} removes more than the {length} positions held")
         if target < length:
+            self.state.check_crop(target)
             self.state.crop(target)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -25,6 +25,12 @@ _S = TypeVar("_S", bound="LayerState")
 
 _append = torch.ops.kvq.quantize_tile_.default
 
+_LATE = TILE_TOKENS
+"""Tokens by which a page outlives a sliding window, so that a draft can be taken back."""
+
+_SLICE = 8 * TILE_TOKENS
+"""Tokens of a prompt that a layer with a sliding window takes at a time."""
+
 _OWN_TENSORS = ("balance", "exact_key", "exact_value", "lengths")
 """What a state shares with no other."""
 
@@ -65,6 +71,7 @@ class LayerState:
         length: positions seen, left padding included.
         is_empty: no position was seen yet.
         placed: every row has its first token, so its left padding is known.
+        first_position: positions before this one may be given up; 0 without a sliding window.
     """
 
     @_normal_tensors
@@ -82,7 +89,7 @@ class LayerState:
         self.exact_value = empty_buffer((batch, kv_heads, slots, value.shape[3]), value)
         self.lengths = torch.zeros((batch, 3), dtype=torch.int32, device=key.device)
         self._rule = self._rule_with(options.residual_length)
-        self.length = self.limit = 0
+        self.length = self.limit = self.first_position = 0
         self.is_empty, self.placed = True, False
 
     def _table_width(self) -> int | None:
@@ -148,6 +155,10 @@ class LayerState:
     def append(self, key: Tensor, value: Tensor) -> None:
         """Append ``[batch, kv_heads, tokens, dim]``; an error leaves the tokens as they were."""
         tokens = key.shape[2]
+        if tokens > _SLICE and self.options.sliding_window is not None:
+            for slices in zip(key.split(_SLICE, 2), value.split(_SLICE, 2), strict=True):
+                self.append(*slices)
+            return
         length = self.length + tokens
         if length >= self.limit:
             self._reserve(tokens)
@@ -155,6 +166,7 @@ class LayerState:
         self.length = length
         if length >= self.limit:
             self._settle()
+            self._free_pages()
 
     def append_exact(self, key: Tensor, value: Tensor) -> None:
         """Append with as many more recent tokens exact, so that every query has its window."""
@@ -177,6 +189,24 @@ class LayerState:
         start, length = self.lengths[:, 0], self.lengths[:, 1]
         first = length if padding is None else length + padding
         start.copy_(torch.where(start >= length, first, start))
+
+    def check_crop(self, length: int) -> None:
+        """Raise IndexError when positions that ``length`` ones need were given up."""
+        window = self.options.sliding_window
+        if window is not None and self.first_position > max(length - window, 0):
+            raise IndexError(
+                f"{length} positions are to remain, but of their sliding window of {window} those "
+                f"before {self.first_position} were given up"
+            )
+
+    def check_queries(self, queries: int) -> None:
+        """Raise ValueError when positions that so many queries attend to were given up."""
+        window = self.options.sliding_window
+        if window is not None and self.first_position > max(self.length - queries - window + 1, 0):
+            raise ValueError(
+                f"the first of {queries} queries attends to positions that left the sliding window "
+                f"of {window}: those before {self.first_position} were given up"
+            )
 
     @_normal_tensors
     def crop(self, length: int) -> None:
@@ -272,6 +302,20 @@ class LayerState:
                 start + min(self.options.next_tile(quantized), quantized + self.slots + 1)
                 for start, _, quantized in rows
             )
+
+    @_normal_tensors
+    def _free_pages(self) -> None:
+        """Give up pages that have left the sliding window of all queries to come."""
+        window = self.options.sliding_window
+        if window is None:
+            return
+        for row, (start, length, quantized) in enumerate(self.lengths.tolist()):
+            first = start + self.options.sink_tokens
+            count = (length - window - _LATE - first) // TILE_TOKENS
+            count = min(count, quantized // TILE_TOKENS)
+            if count > 0:
+                self.table.free(row, count)
+                self.first_position = max(self.first_position, first + count * TILE_TOKENS)
 
     def _note(self, rows: list[list[int]]) -> None:
         self.length = rows[0][1]

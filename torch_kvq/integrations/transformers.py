@@ -13,6 +13,7 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicCache,
     DynamicLayer,
+    DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
     StaticCache,
     StaticLayer,
@@ -21,6 +22,7 @@ from transformers.cache_utils import (
 from torch_kvq import formats
 from torch_kvq.cache.cache import CacheCore
 from torch_kvq.cache.layer import KVQLayer
+from torch_kvq.cache.options import LayerOptions
 from torch_kvq.integrations import transformers_attention, transformers_generate
 
 _log = logging.getLogger("torch_kvq")
@@ -37,7 +39,8 @@ class KVQCache(CacheCore, DynamicCache):
     own, on exact keys and values; later steps read the packed cache, whichever attention
     implementation the model uses. ``attn_implementation="kvq"`` is one more.
 
-    Layers with full attention are packed. Sliding windows, linear and latent attention and head
+    Layers with full attention are packed, and in a cache that grows those with a sliding window of
+    more than ``residual_length + 64`` tokens. Shorter windows, linear and latent attention and head
     dims that are not a multiple of 16 from 32 to 512 keep Transformers' own layers, when ``config``
     is given or ``generate`` is used; the logger ``torch_kvq`` says so at level INFO.
 
@@ -164,14 +167,19 @@ class KVQCache(CacheCore, DynamicCache):
         configs = config.per_layer_config[: len(layers)]
         options = self.policy.resolve(self.options, len(layers))
         reasons = [
-            _reason(layer, own) or ("skip_layers" if chosen is None else None)
+            _reason(layer, own, self.options) or ("skip_layers" if chosen is None else None)
             for layer, own, chosen in zip(layers, configs, options, strict=True)
         ]
+        _keep_sliding_together(layers, reasons)
         held = self.layers if len(self.layers) == len(layers) else layers
         before = [isinstance(layer, KVQLayer) for layer in held]
         # A packed layer that is there already may have options of its own.
         self.layers = [
-            new if reason else old if isinstance(old, KVQLayer) else self._new_layer(chosen)
+            new
+            if reason
+            else old
+            if isinstance(old, KVQLayer)
+            else self._new_layer(_with_window(chosen, new))
             for new, old, reason, chosen in zip(layers, held, reasons, options, strict=True)
         ]
         if not self._is_laid_out or before != [reason is None for reason in reasons]:
@@ -211,15 +219,37 @@ def _template(config: Any, max_cache_len: int | None) -> list[Any]:
     return StaticCache(config=config, max_cache_len=max_cache_len).layers
 
 
-def _reason(layer: Any, config: Any) -> str | None:
+def _is_sliding(layer: Any) -> bool:
+    return bool(getattr(layer, "is_sliding", False))
+
+
+def _with_window(options: LayerOptions | None, layer: Any) -> LayerOptions | None:
+    """Options with the sliding window of Transformers' layer, if it has one."""
+    if options is None or not _is_sliding(layer):
+        return options
+    return options.with_sliding_window(layer.sliding_window)
+
+
+def _keep_sliding_together(layers: list[Any], reasons: list[str | None]) -> None:
+    """Leave no sliding layer packed beside one that is not: their common mask is made for one."""
+    sliding = [index for index, layer in enumerate(layers) if _is_sliding(layer)]
+    if any(reasons[index] for index in sliding):
+        for index in sliding:
+            reasons[index] = reasons[index] or "sliding window beside one that is not packed"
+
+
+def _reason(layer: Any, config: Any, options: LayerOptions) -> str | None:
     """Why a layer is not packed, None when it is."""
-    if getattr(layer, "is_sliding", False):
+    is_long = type(layer) is DynamicSlidingWindowLayer and options.fits_sliding_window(
+        layer.sliding_window
+    )
+    if _is_sliding(layer) and not is_long:
         return "sliding window"
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         return "linear attention"
     if isinstance(layer, _DUMMY):
         return "no keys of its own"
-    if type(layer) not in (DynamicLayer, StaticLayer):
+    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer):
         return f"Transformers' {type(layer).__name__}"
     if getattr(config, "kv_lora_rank", None) is not None:
         return "latent attention"
