@@ -86,6 +86,14 @@ def test_cache_by_name_in_a_generation_configuration() -> None:
     assert isinstance(result.get("cache", result.get("past_key_values")), KVQCache)
 
 
+def test_no_cache_is_made_where_none_is_wanted() -> None:
+    model = tiny_model("llama")
+    name = named({"backend": "kvq", "nbits": 4})
+    tokens, cache = made_by(model, use_cache=False, **name)
+    assert cache is None
+    assert torch.equal(tokens, model.generate(PROMPT, **GREEDY))
+
+
 def test_other_quantised_caches_are_transformers_own() -> None:
     model = tiny_model("llama")
     for cache_config in (None, {"nbits": 4}, {"backend": "quanto", "nbits": 4}):
