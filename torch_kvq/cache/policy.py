@@ -47,7 +47,7 @@ class LayerPolicy:
         if isinstance(skip_layers, str) or not isinstance(skip_layers, Sequence):
             raise TypeError(f"skip_layers must be a sequence of ints, got {skip_layers!r}")
         if not isinstance(layer_bits or {}, Mapping):
-            raise TypeError(f"layer_bits must map layers to bits, got {layer_bits!r}")
+            raise TypeError(f"layer_bits must be a dict like {{0: 4}}, got {layer_bits!r}")
         own = dict(layer_bits or {})
         for name, layers in (("skip_layers", skip_layers), ("layer_bits", own)):
             for layer in layers:

@@ -19,12 +19,6 @@ _log = logging.getLogger("torch_kvq")
 _HOOKED = "_prepare_cache_for_generation"
 _NEEDED = ("generation_config", "model_kwargs", "max_cache_length")
 
-_CACHE = (
-    "cache"
-    if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-    else "past_key_values"
-)
-
 _warned: list[str] = []
 
 
@@ -51,8 +45,8 @@ def install(cache_type: type[Any]) -> None:
         )
 
 
-def _names(function: Callable[..., Any]) -> set[str]:
-    return set(inspect.signature(function).parameters)
+def _names(function: Callable[..., Any] | None) -> set[str]:
+    return set() if function is None else set(inspect.signature(function).parameters)
 
 
 def _binding(prepare: Callable[..., Any], cache_type: type[Any]) -> Callable[..., Any]:
@@ -85,7 +79,8 @@ def _given_cache(model_kwargs: Mapping[str, Any]) -> tuple[str, Any]:
     for name in ("cache", "past_key_values"):
         if model_kwargs.get(name) is not None:
             return name, model_kwargs[name]
-    return _CACHE, None
+    is_newer = "cache" in _names(getattr(GenerationMixin, "prepare_inputs_for_generation", None))
+    return "cache" if is_newer else "past_key_values", None
 
 
 def _asks_for_packed(generation_config: Any) -> bool:
