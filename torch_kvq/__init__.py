@@ -17,6 +17,7 @@ from torch_kvq._ops import (
 from torch_kvq.cache import KVQLayer, MemoryReport
 
 if TYPE_CHECKING:
+    from torch_kvq.integrations.estimate import estimate
     from torch_kvq.integrations.transformers import KVQCache
 
 __version__ = "0.1.0"
@@ -28,6 +29,7 @@ __all__ = [
     "cpu_capabilities",
     "cpu_capability",
     "dequantize_tile",
+    "estimate",
     "fwht",
     "key_balance",
     "lut_attention",
@@ -37,15 +39,24 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import `KVQCache` when it is asked for: it brings in Transformers, where installed."""
-    if name != "KVQCache":
+    """Import what may bring in Transformers when it is asked for."""
+    if name not in ("KVQCache", "estimate"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if importlib.util.find_spec("transformers") is None:
-        from torch_kvq.cache.cache import KVQCache
-    else:
+    globals()[name] = found = _lazy(name)
+    return found
+
+
+def _lazy(name: str) -> Any:
+    if importlib.util.find_spec("transformers") is not None:
         from torch_kvq.integrations import check_transformers
 
         check_transformers()
+        from torch_kvq.integrations.estimate import estimate
         from torch_kvq.integrations.transformers import KVQCache
-    globals()[name] = KVQCache
-    return KVQCache
+
+        return KVQCache if name == "KVQCache" else estimate
+    if name == "estimate":
+        raise ImportError("estimate needs transformers, whose configurations it reads")
+    from torch_kvq.cache import cache
+
+    return cache.KVQCache

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from torch_kvq import _checks
 from torch_kvq.cache.pages import FREED
-from torch_kvq.cache.state import LayerState, pages_of
+from torch_kvq.cache.room import pages_of
+from torch_kvq.cache.state import LayerState
 from torch_kvq.formats import TILE_TOKENS, TileFormat
 
 

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_kvq._memory import empty_buffer
-
-_GROWTH = 8
-"""A pool that runs out grows by one part in so many."""
+from torch_kvq.cache.room import grown, widened
 
 FREED = -1
 """Stands for a page that a row has given up, in its place among the others."""
@@ -53,7 +51,7 @@ class PagePool:
         if missing <= 0:
             return
         held = len(self._counts)
-        end = held + max(missing, held // _GROWTH)
+        end = grown(held, missing)
         tiles = empty_buffer((end, *self.tiles.shape[1:]), self.tiles)
         tiles[:held].copy_(self.tiles)
         self.tiles = tiles
@@ -191,7 +189,7 @@ class BlockTable:
             return
         pages += self.pool.allocate(count - held)
         if count > self.tensor.shape[1]:
-            self._widen(count + count // _GROWTH)
+            self._widen(widened(count))
         self._write(row, held)
 
     def own(self, row: int, index: int) -> None:

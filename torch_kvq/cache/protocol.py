@@ -10,7 +10,8 @@ from torch import Tensor
 
 from torch_kvq.cache.memory import state_bytes, tensor_bytes
 from torch_kvq.cache.options import LayerOptions
-from torch_kvq.cache.state import LayerState, StaticState
+from torch_kvq.cache.state import LayerState
+from torch_kvq.cache.static import StaticState
 
 _L = TypeVar("_L", bound="CacheLayer")
 

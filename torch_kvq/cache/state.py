@@ -17,25 +17,20 @@ from torch import Tensor
 from torch_kvq._memory import empty_buffer
 from torch_kvq.cache.options import LayerOptions
 from torch_kvq.cache.pages import BlockTable, PagePool
+from torch_kvq.cache.room import SLICE, pages_behind_window, pages_of
 from torch_kvq.formats import TILE_TOKENS, TileFormat
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _S = TypeVar("_S", bound="LayerState")
 
-_append = torch.ops.kvq.quantize_tile_.default
-
-_LATE = TILE_TOKENS
-"""Tokens by which a page outlives a sliding window, so that a draft can be taken back."""
-
-_SLICE = 8 * TILE_TOKENS
-"""Tokens of a prompt that a layer with a sliding window takes at a time."""
+quantize_tile_ = torch.ops.kvq.quantize_tile_.default
 
 _OWN_TENSORS = ("balance", "exact_key", "exact_value", "lengths")
 """What a state shares with no other."""
 
 
-def _normal_tensors(
+def normal_tensors(
     method: Callable[Concatenate[_S, _P], _R],
 ) -> Callable[Concatenate[_S, _P], _R]:
     """Let tensors that a method makes under inference mode be written outside of it."""
@@ -48,11 +43,6 @@ def _normal_tensors(
             return method(self, *args, **kwargs)
 
     return wrapped
-
-
-def pages_of(tokens: int) -> int:
-    """Pages that hold so many tokens."""
-    return -(-tokens // TILE_TOKENS)
 
 
 class LayerState:
@@ -74,7 +64,7 @@ class LayerState:
         first_position: positions before this one may be given up; 0 without a sliding window.
     """
 
-    @_normal_tensors
+    @normal_tensors
     def __init__(self, key: Tensor, value: Tensor, options: LayerOptions) -> None:
         batch, kv_heads, _, key_dim = key.shape
         self.options = options
@@ -155,14 +145,14 @@ class LayerState:
     def append(self, key: Tensor, value: Tensor) -> None:
         """Append ``[batch, kv_heads, tokens, dim]``; an error leaves the tokens as they were."""
         tokens = key.shape[2]
-        if tokens > _SLICE and self.options.sliding_window is not None:
-            for slices in zip(key.split(_SLICE, 2), value.split(_SLICE, 2), strict=True):
+        if tokens > SLICE and self.options.sliding_window is not None:
+            for slices in zip(key.split(SLICE, 2), value.split(SLICE, 2), strict=True):
                 self.append(*slices)
             return
         length = self.length + tokens
         if length >= self.limit:
             self._reserve(tokens)
-        _append(*self.tensors, key, value, *self._rule)
+        quantize_tile_(*self.tensors, key, value, *self._rule)
         self.length = length
         if length >= self.limit:
             self._settle()
@@ -172,7 +162,7 @@ class LayerState:
         """Append with as many more recent tokens exact, so that every query has its window."""
         residual_length = self.options.residual_length + key.shape[2]
         self._reserve(key.shape[2], residual_length)
-        _append(*self.tensors, key, value, *self._rule_with(residual_length))
+        quantize_tile_(*self.tensors, key, value, *self._rule_with(residual_length))
         self._settle()
 
     def pack(self) -> None:
@@ -208,7 +198,7 @@ class LayerState:
                 f"of {window}: those before {self.first_position} were given up"
             )
 
-    @_normal_tensors
+    @normal_tensors
     def crop(self, length: int) -> None:
         """Keep the first ``length`` positions."""
         rows = []
@@ -220,7 +210,7 @@ class LayerState:
         self.table.truncate([pages_of(quantized) for *_, quantized in rows])
         self._settle()
 
-    @_normal_tensors
+    @normal_tensors
     def select(self, indices: list[int]) -> None:
         """Let row i become what row ``indices[i]`` is."""
         self.table.select(indices, self._page_counts())
@@ -233,12 +223,12 @@ class LayerState:
     def _replace(self, old: Tensor, new: Tensor) -> Tensor:
         return new
 
-    @_normal_tensors
+    @normal_tensors
     def fork(self: _S) -> _S:
         """Another state with the same tokens, which shares the pages that hold some."""
         return self._with_table(self._fork_table(), self.device)
 
-    @_normal_tensors
+    @normal_tensors
     def to(self: _S, device: torch.device | str) -> _S:
         """Another state with the same tokens on a device, which shares nothing with this one."""
         return self._with_table(self.table.to(device), device)
@@ -257,7 +247,7 @@ class LayerState:
             setattr(new, name, getattr(self, name).to(device, copy=True))
         return new
 
-    @_normal_tensors
+    @normal_tensors
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Let a copy that was made under inference mode be written outside of it."""
         self.__dict__.update(state)
@@ -265,7 +255,7 @@ class LayerState:
             if (tensor := getattr(self, name)).is_inference():
                 setattr(self, name, tensor.clone())
 
-    @_normal_tensors
+    @normal_tensors
     def _reserve(self, tokens: int, residual_length: int | None = None) -> None:
         """Make room for ``tokens`` more positions, and own the pages they will be written to."""
         slots, most = 0, self.options.window_slots
@@ -286,7 +276,7 @@ class LayerState:
         if quantized % TILE_TOKENS:
             self.table.own(row, quantized // TILE_TOKENS)
 
-    @_normal_tensors
+    @normal_tensors
     def _settle(self) -> None:
         """Bring the mirrors up to date with ``lengths`` and give back what is not needed."""
         rows = self.lengths.tolist()
@@ -303,19 +293,17 @@ class LayerState:
                 for start, _, quantized in rows
             )
 
-    @_normal_tensors
+    @normal_tensors
     def _free_pages(self) -> None:
         """Give up pages that have left the sliding window of all queries to come."""
-        window = self.options.sliding_window
-        if window is None:
+        if self.options.sliding_window is None:
             return
         for row, (start, length, quantized) in enumerate(self.lengths.tolist()):
-            first = start + self.options.sink_tokens
-            count = (length - window - _LATE - first) // TILE_TOKENS
-            count = min(count, quantized // TILE_TOKENS)
-            if count > 0:
+            count = pages_behind_window(self.options, length - start, quantized)
+            if count:
                 self.table.free(row, count)
-                self.first_position = max(self.first_position, first + count * TILE_TOKENS)
+                first = start + self.options.sink_tokens + count * TILE_TOKENS
+                self.first_position = max(self.first_position, first)
 
     def _note(self, rows: list[list[int]]) -> None:
         self.length = rows[0][1]
@@ -325,83 +313,6 @@ class LayerState:
     def _resize_exact(self, slots: int) -> None:
         self.exact_key = _resized(self.exact_key, slots)
         self.exact_value = _resized(self.exact_value, slots)
-
-
-class StaticState(LayerState):
-    """State of a layer that is allocated at once.
-
-    Lengths are read from the tensor only outside of compiled graphs and no attribute changes from
-    one step to the next, so that one graph serves every step; tensors keep their addresses.
-    """
-
-    def _table_width(self) -> int:
-        return pages_of(self.options.quantized(self._capacity, 0))
-
-    def _first_slots(self) -> int:
-        return min(self._capacity, self.options.exact_slots)
-
-    @property
-    def _capacity(self) -> int:
-        if self.options.max_cache_len is None:
-            raise ValueError("max_cache_len must be given for a static layer, got None")
-        return self.options.max_cache_len
-
-    @property
-    def positions(self) -> int:
-        """Positions seen, read from the tensor."""
-        return int(self.lengths[0, 1])
-
-    @property
-    def visible_length(self) -> int:
-        """Columns of an attention mask: one for every position that there is room for."""
-        return self._capacity
-
-    def check_room(self, tokens: int) -> None:
-        """Raise IndexError when ``tokens`` more positions exceed ``max_cache_len``."""
-        if torch.compiler.is_compiling():
-            return
-        length = self.positions + tokens
-        if length > self._capacity:
-            raise IndexError(f"max_cache_len={self._capacity} is too small for {length} positions")
-
-    def append(self, key: Tensor, value: Tensor) -> None:
-        """Append ``[batch, kv_heads, tokens, dim]``; IndexError when they do not fit."""
-        self._append(key, value, self.options.residual_length)
-
-    def append_exact(self, key: Tensor, value: Tensor) -> None:
-        """Append, but pack no more than the room for exact tokens asks for."""
-        most = self.slots - self.options.sink_tokens - (TILE_TOKENS - 1)
-        residual_length = self.options.residual_length
-        self._append(key, value, max(residual_length, min(residual_length + key.shape[2], most)))
-
-    def _append(self, key: Tensor, value: Tensor, residual_length: int) -> None:
-        self.check_room(key.shape[2])
-        _append(*self.tensors, key, value, *self._rule_with(residual_length))
-        if not self.placed or self.is_empty:
-            self._settle()
-
-    @_normal_tensors
-    def resize(self, options: LayerOptions) -> None:
-        """Make room for the ``max_cache_len`` of other options; nothing becomes smaller."""
-        self.options = options
-        self.table.resize(max(self._table_width(), self.table.tensor.shape[1]))
-        self._resize_exact(max(self._first_slots(), self.slots))
-
-    def _fork_table(self) -> BlockTable:
-        """Pages of its own: a shared pool would have to grow, and tiles keep their address."""
-        return self.table.to(self.device)
-
-    def _replace(self, old: Tensor, new: Tensor) -> Tensor:
-        return old.copy_(new) if old.shape == new.shape else new
-
-    def _settle(self) -> None:
-        if torch.compiler.is_compiling():
-            self.is_empty, self.placed = False, True
-            return
-        rows = self.lengths.tolist()
-        self._note(rows)
-        for row, (_, _, quantized) in enumerate(rows):
-            self._own_partial(row, quantized)
 
 
 def _resized(old: Tensor, slots: int) -> Tensor:

@@ -132,7 +132,7 @@ class KVQCache(CacheCore, DynamicCache):
         """
         holds_tokens = self.holds_tokens
         if holds_tokens:
-            layers = _template(_decoder_config(model.config), None)
+            layers = _template(decoder_config(model.config), None)
             # A cache that was not laid out has no layers behind the last that stores anything.
             while not self._is_laid_out and layers and isinstance(layers[-1], _DUMMY):
                 layers.pop()
@@ -162,7 +162,7 @@ class KVQCache(CacheCore, DynamicCache):
 
     def _lay_out(self, config: Any) -> None:
         """Take the layers that Transformers makes, with packed ones where that can be."""
-        config = _decoder_config(config)
+        config = decoder_config(config)
         layers = _template(config, self.options.max_cache_len)
         configs = config.per_layer_config[: len(layers)]
         options = self.policy.resolve(self.options, len(layers))
@@ -209,10 +209,6 @@ def _bits_of(layers: list[KVQLayer]) -> str:
     return " at " + " and ".join(f"{bits} bits ({count})" for bits, count in counts.items())
 
 
-def _decoder_config(config: Any) -> Any:
-    return config.get_text_config(decoder=True)
-
-
 def _template(config: Any, max_cache_len: int | None) -> list[Any]:
     if max_cache_len is None:
         return DynamicCache(config=config).layers
@@ -238,6 +234,18 @@ def _keep_sliding_together(layers: list[Any], reasons: list[str | None]) -> None
             reasons[index] = reasons[index] or "sliding window beside one that is not packed"
 
 
+def decoder_config(config: Any) -> Any:
+    """The part of a model's configuration that its cache is laid out by."""
+    return config.get_text_config(decoder=True)
+
+
+def head_dims(config: Any) -> tuple[int, int]:
+    """Channels of a key and of a value, from the configuration of a layer."""
+    dim = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)
+    dim = dim or config.hidden_size // config.num_attention_heads
+    return dim, getattr(config, "v_head_dim", None) or dim
+
+
 def _reason(layer: Any, config: Any, options: LayerOptions) -> str | None:
     """Why a layer is not packed, None when it is."""
     is_long = type(layer) is DynamicSlidingWindowLayer and options.fits_sliding_window(
@@ -253,10 +261,7 @@ def _reason(layer: Any, config: Any, options: LayerOptions) -> str | None:
         return f"Transformers' {type(layer).__name__}"
     if getattr(config, "kv_lora_rank", None) is not None:
         return "latent attention"
-    head_dim = getattr(config, "head_dim", None) or (
-        config.hidden_size // config.num_attention_heads
-    )
-    for dim in (head_dim, getattr(config, "v_head_dim", None) or head_dim):
+    for dim in head_dims(config):
         try:
             formats.check_head_dim("head_dim", dim)
         except ValueError as error:
