@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from torch_kvq.cache.pages import BlockTable, PagePool
+from torch_kvq.cache.pages import FREED, BlockTable, PagePool
 
 
 def table_of(rows: list[int], width: int | None = None) -> BlockTable:
@@ -108,3 +108,25 @@ def test_static_table_keeps_its_address() -> None:
     table.truncate([1, 0])
     assert table.tensor.data_ptr() == address
     assert_consistent(table)
+
+
+def test_sparse_pools_give_memory_back() -> None:
+    table = table_of([60, 3])
+    table.pool.tiles[:] = torch.arange(len(table.pool.tiles)).view(-1, 1, 1)
+    fork = table.fork([1, 3])
+    records = [table.pool.tiles[pages] for pages in fork.rows]
+    table.free(0, 59)
+    table.pool.shrink()
+    assert len(table.pool.tiles) == table.pool.used == 5
+    for pages, wanted in zip(fork.rows, records, strict=True):
+        assert torch.equal(table.pool.tiles[pages], wanted)
+    assert table.rows[0][:59] == [FREED] * 59
+    assert table.tensor[1, :3].tolist() == fork.tensor[1, :3].tolist() == fork.rows[1]
+
+
+def test_pools_of_static_tables_do_not_move() -> None:
+    table = table_of([0, 0], width=40)
+    tiles = table.pool.tiles
+    table.truncate([0, 0])
+    table.pool.shrink()
+    assert table.pool.tiles is tiles

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 from tests.sequences import SETTINGS, Caches
+from torch_kvq.cache import pages
 from torch_kvq.cache.cache import KVQCache
 
 
@@ -15,6 +18,19 @@ class Static(Caches):
     options = {"max_cache_len": 448}
 
 
+class Shrinking(Growing):
+    """Pools give back memory at every chance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = mock.patch.object(pages, "is_sparse", lambda held, used: held > used)
+        self.patch.start()
+
+    def teardown(self) -> None:
+        self.patch.stop()
+
+
 TestGrowing = Growing.TestCase
 TestStatic = Static.TestCase
-TestGrowing.settings = TestStatic.settings = SETTINGS
+TestShrinking = Shrinking.TestCase
+TestGrowing.settings = TestStatic.settings = TestShrinking.settings = SETTINGS

@@ -23,7 +23,7 @@ from tests.integrations.scenarios import (
     rows,
     two_turns,
 )
-from tests.models import tiny_model
+from tests.models import tiny_model, token_ids
 from torch_kvq import KVQCache
 
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values`:FutureWarning")
@@ -88,3 +88,17 @@ def test_few_bits_decode_fused(bits: int | str) -> None:
     padded(tiny_model("llama"), cache, LONG)
     assert cache.layers[0].state.lengths[:, 2].min() >= 64
     assert cache.materialized == 0
+
+
+def test_beams_share_the_pages_of_their_prompt() -> None:
+    model = tiny_model("llama", max_position_embeddings=4096)
+    prompt = token_ids(1, 2048)
+    pages = []
+    for num_beams in (1, 4):
+        cache = KVQCache(4)
+        options = {"do_sample": False, "max_new_tokens": 100, "num_beams": num_beams}
+        model.generate(prompt, past_key_values=cache, **options)
+        pools = [layer.state.table.pool for layer in cache.layers]
+        pages.append([sum(pool.used for pool in pools), sum(len(pool.tiles) for pool in pools)])
+    for alone, together in zip(*pages, strict=True):
+        assert alone <= together < 1.35 * alone

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_kvq._memory import empty_buffer
-from torch_kvq.cache.room import grown, widened
+from torch_kvq.cache.room import grown, is_sparse, widened
 
 FREED = -1
 """Stands for a page that a row has given up, in its place among the others."""
@@ -39,6 +40,7 @@ class PagePool:
         self.tiles = torch.empty((0, kv_heads, record_bytes), dtype=torch.uint8, device=device)
         self._counts: list[int] = []
         self._free: list[int] = []
+        self._tables: weakref.WeakSet[BlockTable] = weakref.WeakSet()
 
     @property
     def used(self) -> int:
@@ -58,6 +60,23 @@ class PagePool:
         self._counts += [0] * (end - held)
         # Last in, first out: the next page taken is the lowest of the new ones.
         self._free[:0] = reversed(range(held, end))
+
+    def shrink(self) -> None:
+        """Give memory back when most pages have no owner; the others are numbered anew.
+
+        Pages of tables that have them at all times keep their places.
+        """
+        held = len(self._counts)
+        if not is_sparse(held, self.used) or any(table.width is not None for table in self._tables):
+            return
+        pages = [page for page, count in enumerate(self._counts) if count]
+        tiles = empty_buffer((len(pages), *self.tiles.shape[1:]), self.tiles)
+        self.tiles = tiles.copy_(self.tiles[pages])
+        self._counts = [self._counts[page] for page in pages]
+        self._free = []
+        place = {FREED: FREED, **{page: index for index, page in enumerate(pages)}}
+        for table in self._tables:
+            table.renumber(place)
 
     def allocate(self, count: int) -> list[int]:
         """Take ``count`` pages."""
@@ -127,6 +146,7 @@ class BlockTable:
         self.width = width
         self.rows: list[list[int]] = [[] for _ in range(batch)]
         self.tensor = torch.zeros((batch, width or 0), dtype=torch.int32, device=device)
+        pool._tables.add(self)
         self._fill()
 
     @classmethod
@@ -247,6 +267,12 @@ class BlockTable:
         self.width = width
         self._widen(width)
         self._fill()
+
+    def renumber(self, place: Mapping[int, int]) -> None:
+        """Take the new numbers of all pages."""
+        for row, pages in enumerate(self.rows):
+            pages[:] = [place[page] for page in pages]
+            self._write(row, 0)
 
     def _fill(self) -> None:
         if self.width is None:

@@ -25,6 +25,16 @@ def grown(held: int, missing: int) -> int:
     return held + max(missing, held // _GROWTH)
 
 
+def is_sparse(held: int, used: int) -> bool:
+    """Whether so few pages of a pool are used that it is worth to move them.
+
+    Example:
+        >>> is_sparse(held=120, used=30), is_sparse(held=120, used=60), is_sparse(held=8, used=1)
+        (True, False, False)
+    """
+    return held > 2 * used + 2 * _GROWTH
+
+
 def widened(pages: int) -> int:
     """Columns of a block table once a row has so many pages."""
     return pages + pages // _GROWTH

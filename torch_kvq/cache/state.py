@@ -208,12 +208,14 @@ class LayerState:
             rows.append((start, length, min(quantized, behind_sinks)))
         self.lengths.copy_(self.lengths.new_tensor(rows))
         self.table.truncate([pages_of(quantized) for *_, quantized in rows])
+        self.table.pool.shrink()
         self._settle()
 
     @normal_tensors
     def select(self, indices: list[int]) -> None:
         """Let row i become what row ``indices[i]`` is."""
         self.table.select(indices, self._page_counts())
+        self.table.pool.shrink()
         self.balance, self.exact_key, self.exact_value, self.lengths = (
             self._replace(old, old[indices])
             for old in (self.balance, self.exact_key, self.exact_value, self.lengths)
