@@ -43,7 +43,7 @@ def _empty_pages(size: Sequence[int], dtype: torch.dtype) -> Tensor:
     count = math.prod(size)
     length = count * dtype.itemsize
     if length < _SMALLEST or not hasattr(mmap, "MAP_ANONYMOUS"):
-        return torch.empty(size, dtype=dtype)
+        return torch.empty(size, dtype=dtype, device="cpu")
     memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a refusal costs speed and nothing else
@@ -53,5 +53,5 @@ def _empty_pages(size: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 _library.impl("_empty_pages", _empty_pages, "CompositeExplicitAutograd")
 torch.library.register_fake(
-    "kvq::_empty_pages", lambda size, dtype: torch.empty(size, dtype=dtype), lib=_library
+    "kvq::_empty_pages", lambda size, dtype: torch.empty(size, dtype=dtype, device="cpu"), lib=_library
 )

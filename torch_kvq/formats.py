@@ -225,4 +225,4 @@ def signs(kind: Literal["key", "value"], dim: int) -> Tensor:
         >>> signs("key", 64).abs().sum().item()
         64.0
     """
-    return torch.tensor(_sign_list(kind, dim), dtype=torch.float32)
+    return torch.tensor(_sign_list(kind, dim), dtype=torch.float32, device="cpu")

@@ -133,7 +133,7 @@ class CacheLayer:
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row ``repeats`` times."""
         if self.state is not None:
-            rows = torch.arange(self.state.batch_size)
+            rows = torch.arange(self.state.batch_size, device="cpu")
             self.batch_select_indices(rows.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -146,7 +146,7 @@ class CacheLayer:
         if self.state is None:
             return
         rows = list(range(self.state.batch_size))
-        selected: list[int] = torch.tensor(rows)[indices.cpu()].tolist()
+        selected: list[int] = torch.tensor(rows, device="cpu")[indices.cpu()].tolist()
         if not selected:
             raise IndexError("indices must select at least one row")
         if selected != rows:
