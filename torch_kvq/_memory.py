@@ -39,11 +39,15 @@ def empty_buffer(size: Sequence[int], like: Tensor) -> Tensor:
     return buffer
 
 
+def _plain(size: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(size, dtype=dtype, device="cpu")
+
+
 def _empty_pages(size: Sequence[int], dtype: torch.dtype) -> Tensor:
     count = math.prod(size)
     length = count * dtype.itemsize
     if length < _SMALLEST or not hasattr(mmap, "MAP_ANONYMOUS"):
-        return torch.empty(size, dtype=dtype, device="cpu")
+        return _plain(size, dtype)
     memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a refusal costs speed and nothing else
@@ -52,6 +56,4 @@ def _empty_pages(size: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 _library.impl("_empty_pages", _empty_pages, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "kvq::_empty_pages", lambda size, dtype: torch.empty(size, dtype=dtype, device="cpu"), lib=_library
-)
+torch.library.register_fake("kvq::_empty_pages", _plain, lib=_library)

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values`:FutureWarning"
 
 OPTIONS: dict[str, Any] = {"residual_length": 4, "quantized_start": 70}
 OTHERS = ("t5", "bart", "qwen3-next", "bloom")
-"""Models that need an encoder, have a state that the estimate leaves out, or take no static cache in
-older releases."""
+"""Models that need an encoder, have a state that the estimate leaves out, or take no static cache
+in older releases."""
 
 SMALL_TENSORS = 64
 """Bytes in which Transformers' layers keep their lengths."""
