@@ -1,4 +1,4 @@
-"""Decoding speed of a real model, one thread: packed against Transformers' own cache."""
+"""Decoding speed of a real model, one thread: packed against Transformers' own caches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_kvq import KVQCache
 
-from . import environment
+from . import environment, peers
 from .model import filled, model_and_text, prefill
 from .quality import TARGETS, Divergence
 from .report import Check, Column, Report, Table
@@ -26,6 +26,8 @@ WARM_UP = 2
 QUALITY_ALLOWANCE = 2.0
 """A few tokens scatter more than the many of the quality benchmark."""
 
+EXACT, PACKED = "DynamicCache", f"KVQCache(bits={BITS})"
+
 COLUMNS = [
     Column("context", "tokens of context", "d"),
     Column("name", "cache"),
@@ -35,6 +37,7 @@ COLUMNS = [
     Column("speedup", "x of DynamicCache", ".2f"),
     Column("mebibytes", "cache MiB", ".1f"),
     Column("smaller", "times smaller", ".2f"),
+    Column("divergence", "mean KL", ".4f"),
 ]
 
 
@@ -78,11 +81,13 @@ def run(quick: bool = False) -> Report:
     for length in lengths:
         rest = ids[:, length : length + steps]
         decodings = decode(model, ids[:, :length], rest, rounds)
-        checks += _checks(length, decodings, rest[0, 1:])
-        rows += _rows(length, decodings)
+        divergences = _divergences(decodings, rest[0, 1:])
+        checks += _checks(length, decodings[PACKED], divergences[PACKED])
+        rows += _rows(length, decodings, divergences)
     title = "Decoding, SmolLM2-135M in float32"
     settings = {
         "model": "SmolLM2-135M-Instruct, float32, attention of Transformers: sdpa",
+        "missing": peers.describe_missing(),
         "repeats": f"{rounds} runs of {steps - WARM_UP} tokens, one call each, the caches in turn",
     }
     tables = [Table("decoding", title, COLUMNS, rows, is_speed=True)]
@@ -96,26 +101,34 @@ def decode(model: Any, context: Tensor, ids: Tensor, rounds: int) -> dict[str, D
     does, becomes several times slower when something else allocates in between.
     """
     tokens, _ = prefill(model, context, chunk=1024)
-    decodings = {name: Decoding() for name in _empty_caches()}
+    makers = _empty_caches(model.config)
+    decodings = {name: Decoding() for name in makers}
     for _ in range(rounds):
         for name, decoding in decodings.items():
-            decoding.run(model, filled(_empty_caches()[name](), tokens), ids)
+            decoding.run(model, filled(makers[name](), tokens), ids)
     return decodings
 
 
-def _empty_caches() -> dict[str, Callable[[], Any]]:
+def _empty_caches(config: Any) -> dict[str, Callable[[], Any]]:
     from transformers import DynamicCache
 
-    return {"DynamicCache": DynamicCache, f"KVQCache(bits={BITS})": lambda: KVQCache(BITS)}
+    return {EXACT: DynamicCache, PACKED: lambda: KVQCache(BITS), **peers.peer_caches(config)}
 
 
-def _checks(length: int, decodings: dict[str, Decoding], targets: Tensor) -> list[Check]:
+def _divergences(decodings: dict[str, Decoding], targets: Tensor) -> dict[str, float]:
+    """Mean divergence of each cache's predictions from those of the exact one."""
+    exact = decodings[EXACT].logits
+    return {
+        name: Divergence.of(decoding.logits, exact, targets).mean
+        for name, decoding in decodings.items()
+    }
+
+
+def _checks(length: int, packed: Decoding, divergence: float) -> list[Check]:
     """Whether what was timed was right, and packed throughout."""
-    exact, packed = decodings.values()
-    divergence = Divergence.of(packed.logits, exact.logits, targets)
     limit = QUALITY_ALLOWANCE * TARGETS[BITS]
     return [
-        Check(f"mean KL at {length} tokens", divergence.mean, limit),
+        Check(f"mean KL at {length} tokens", divergence, limit),
         Check(f"layers decoded at {length} tokens", packed.materialized, 0),
     ]
 
@@ -124,12 +137,13 @@ def cache_bytes(cache: Any) -> int:
     """Bytes that a cache holds."""
     if isinstance(cache, KVQCache):
         return cache.memory_report().total_bytes
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    return peers.held_bytes(cache)
 
 
-def _rows(length: int, decodings: dict[str, Decoding]) -> list[dict[str, Any]]:
+def _rows(
+    length: int, decodings: dict[str, Decoding], divergences: dict[str, float]
+) -> list[dict[str, Any]]:
     times = {name: Timing.of(decoding.seconds) for name, decoding in decodings.items()}
-    yardstick = next(iter(decodings))
     return [
         {
             "context": length,
@@ -137,9 +151,10 @@ def _rows(length: int, decodings: dict[str, Decoding]) -> list[dict[str, Any]]:
             "median": times[name].median / 1e3,
             "iqr": times[name].iqr / 1e3,
             "minimum": times[name].minimum / 1e3,
-            "speedup": times[yardstick].median / times[name].median,
+            "speedup": times[EXACT].median / times[name].median,
             "mebibytes": decoding.cache_bytes / 2**20,
-            "smaller": decodings[yardstick].cache_bytes / decoding.cache_bytes,
+            "divergence": divergences[name],
+            "smaller": decodings[EXACT].cache_bytes / decoding.cache_bytes,
         }
         for name, decoding in decodings.items()
     ]
