@@ -14,9 +14,10 @@ from torch_kvq import KVQCache
 
 from . import environment, peers
 from .model import filled, model_and_text, prefill
-from .quality import TARGETS, Divergence
+from .quality import TARGETS
 from .report import Check, Column, Report, Table
 from .timing import Timing
+from .trial import Divergence
 
 CONTEXTS = (128, 2048, 8100)
 BITS = 4

@@ -92,19 +92,20 @@ def filled(cache: Any, tokens: Tokens) -> Any:
     return cache
 
 
-def continuation(model: Any, cache: Any, ids: Tensor, step: int = 1) -> Tensor:
+def continuation(model: Any, cache: Any, ids: Tensor, step: int | Sequence[int] = 1) -> Tensor:
     """Logits of a given continuation.
 
     Args:
         model: a causal language model.
         cache: holds what precedes ``ids``; the continuation is appended.
         ids: ``int64[1, tokens]``.
-        step: tokens of a call: 1 is decoding.
+        step: tokens of a call, or of each call: 1 is decoding.
 
     Returns:
         float32 ``[tokens, vocabulary]``.
     """
-    calls = [model(part, past_key_values=cache).logits[0] for part in ids.split(step, 1)]
+    parts = ids.split(step if isinstance(step, int) else list(step), 1)
+    calls = [model(part, past_key_values=cache).logits[0] for part in parts]
     return torch.cat(calls).float()
 
 

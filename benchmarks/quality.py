@@ -9,26 +9,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from torch_kvq import KVQCache
 
-from . import environment
-from .model import (
-    Tokens,
-    biased_keys,
-    continuation,
-    filled,
-    loss,
-    model_and_text,
-    prefill,
-)
+from . import comparison, environment
+from .model import biased_keys, filled, model_and_text
 from .recipes import plain_rotation_cache
 from .report import Check, Column, Report, Table
+from .trial import Trial
 
 TARGETS: dict[int | str, float] = {4: 0.0035, "4/3": 0.0055, 3: 0.014, 2: 0.12}
 """Greatest mean divergence of each preset."""
@@ -39,82 +31,6 @@ BIASED_ALLOWANCE = 1.5
 PASS_THROUGH_TARGET = 1e-6
 PERPLEXITY_TARGET = 0.02
 """Greatest change of perplexity by the bias alone: with it the model must stay as good."""
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """Predictions against those with the uncompressed cache.
-
-    Attributes:
-        mean: mean divergence, in nats.
-        median: median divergence.
-        agreement: share of tokens with the same most likely prediction.
-        perplexity: relative change of the perplexity.
-    """
-
-    mean: float
-    median: float
-    agreement: float
-    perplexity: float
-
-    @classmethod
-    def of(cls, logits: Tensor, exact: Tensor, targets: Tensor) -> Divergence:
-        """Compare predictions.
-
-        Args:
-            logits: ``[tokens, vocabulary]``.
-            exact: the same with the uncompressed cache.
-            targets: ``[tokens - 1]``, what followed all tokens but the last.
-        """
-        wanted, got = (x.double().log_softmax(-1) for x in (exact, logits))
-        divergence = (wanted.exp() * (wanted - got)).sum(-1)
-        change = loss(got[:-1], targets).mean() - loss(wanted[:-1], targets).mean()
-        return cls(
-            float(divergence.mean()),
-            float(divergence.median()),
-            float((wanted.argmax(-1) == got.argmax(-1)).float().mean()),
-            float(change.exp() - 1),
-        )
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A text that a model has read, and its exact continuation.
-
-    Attributes:
-        model: the model.
-        tokens: keys and values of what was read.
-        ids: the continuation, ``int64[1, tokens]``.
-        exact: its logits with the uncompressed cache.
-        losses: of the tokens that were read.
-    """
-
-    model: Any
-    tokens: Tokens
-    ids: Tensor
-    exact: Tensor
-    losses: Tensor
-
-    @classmethod
-    def read(cls, model: Any, ids: Tensor, past: int) -> Trial:
-        """Read ``past`` tokens; the rest is the continuation."""
-        from transformers import DynamicCache
-
-        tokens, losses = prefill(model, ids[:, :past])
-        rest = ids[:, past:]
-        exact = continuation(model, filled(DynamicCache(), tokens), rest, rest.shape[1])
-        return cls(model, tokens, rest, exact, losses)
-
-    @property
-    def perplexity(self) -> float:
-        """Perplexity of what was read and of the continuation."""
-        rest = loss(self.exact[:-1], self.ids[0, 1:])
-        return float(torch.cat((self.losses, rest)).mean().exp())
-
-    def divergence(self, cache: Any, step: int = 1) -> Divergence:
-        """What an empty cache does to the continuation, in calls of ``step`` tokens."""
-        logits = continuation(self.model, filled(cache, self.tokens), self.ids, step)
-        return Divergence.of(logits, self.exact, self.ids[0, 1:])
 
 
 COLUMNS = [
@@ -136,17 +52,26 @@ def run(quick: bool = False) -> Report:
     """All presets on the model as it is, and with a large bias on its keys."""
     torch.set_num_threads(1)
     past, new = (512, 16) if quick else (1920, 128)
-    model, ids = model_and_text(past + new)
-    plain = Trial.read(model, ids, past)
-    tables = [table("plain", "SmolLM2", plain, 1.0)]
+    size = comparison.QUICK if quick else comparison.FULL
+    model, ids = model_and_text(max(past + new, size.tokens))
+    plain = Trial.read(model, ids[:, : past + new], past)
+    tables = [
+        table("plain", "SmolLM2", plain, 1.0),
+        comparison.table("recipes", "SmolLM2", size.trials(model, ids)),
+    ]
     with biased_keys(model):
-        biased = Trial.read(model, ids, past)
+        biased = Trial.read(model, ids[:, : past + new], past)
         title = "SmolLM2 with key biases of norm 300"
-        tables.append(table("biased", title, biased, BIASED_ALLOWANCE))
+        tables += [
+            table("biased", title, biased, BIASED_ALLOWANCE),
+            comparison.table("recipes-biased", title, size.trials(model, ids)),
+        ]
     tables.append(_perplexities(plain, biased))
     settings = {
         "model": "SmolLM2-135M-Instruct, float32",
         "text": f"{past} tokens of Python's documentation, read exactly, then {new} more",
+        "texts of the recipes": f"{size.texts} parts of it, {size.past} tokens read exactly, then "
+        f"{size.new} more; standard errors from the means of {comparison.BLOCK} tokens",
     }
     checks = [check for item in tables for check in _checks(item)]
     return Report("quality", environment.describe(), settings, checks, tables)

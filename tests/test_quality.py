@@ -20,9 +20,9 @@ from benchmarks.quality import (
     PASS_THROUGH_TARGET,
     PERPLEXITY_TARGET,
     TARGETS,
-    Trial,
 )
 from benchmarks.recipes import plain_rotation_cache
+from benchmarks.trial import Trial
 
 PAST, NEW = 1920, 64
 
@@ -61,6 +61,13 @@ def test_predictions_stay_close(plain: Trial, bits: int) -> None:
 def test_predictions_stay_close_with_biased_keys(biased: Trial, bits: int) -> None:
     cache = KVQCache(bits, strict=True)
     assert biased.divergence(cache).mean <= TARGETS[bits] * BIASED_ALLOWANCE
+
+
+def test_calls_between_packings_predict_as_decoding_does(plain: Trial) -> None:
+    # The fourth token after 1920 fills a tile.
+    alone = plain.by_token(KVQCache(2))
+    together = plain.by_token(KVQCache(2), (3, 1, 60))
+    torch.testing.assert_close(together.divergence, alone.divergence, rtol=2e-2, atol=1e-3)
 
 
 def test_a_cache_without_loss_changes_nothing(plain: Trial) -> None:
