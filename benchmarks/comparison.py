@@ -130,6 +130,24 @@ def table(name: str, title: str, trials: Sequence[Trial]) -> Table:
     return Table(name, f"Divergence by recipe, {title}", COLUMNS, rows)
 
 
+def summary(plain: Table, biased: Table) -> Table:
+    """What the same exact tokens cost each cache, on both models."""
+    columns = [
+        *COLUMNS[:2],
+        Column("mean", "mean KL", ".4f"),
+        Column("agreement", "same top token", ".1%"),
+        Column("biased_mean", "mean KL, key biases", ".4f"),
+        Column("biased_agreement", "same top token, key biases", ".1%"),
+    ]
+    rows = [
+        {**row, "biased_mean": other["mean"], "biased_agreement": other["agreement"]}
+        for row, other in zip(plain.rows, biased.rows, strict=True)
+        if row["exact"] == SAME.exact
+    ]
+    rows.sort(key=lambda row: -row["bits"])
+    return Table("summary", "Divergence by recipe, the same exact tokens", columns, rows)
+
+
 def _packed_row(bits: int | str, trials: Sequence[Trial]) -> dict[str, Any]:
     cache = filled(KVQCache(bits), trials[0].tokens)
     layout = cache.layers[0].state.layout

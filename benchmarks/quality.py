@@ -66,7 +66,7 @@ def run(quick: bool = False) -> Report:
             table("biased", title, biased, BIASED_ALLOWANCE),
             comparison.table("recipes-biased", title, size.trials(model, ids)),
         ]
-    tables.append(_perplexities(plain, biased))
+    tables += [comparison.summary(tables[1], tables[3]), _perplexities(plain, biased)]
     settings = {
         "model": "SmolLM2-135M-Instruct, float32",
         "text": f"{past} tokens of Python's documentation, read exactly, then {new} more",

@@ -259,7 +259,6 @@ PEERS = (
 """What people would use instead."""
 
 
-
 def plain_rotation_cache(bits: int) -> Cache:
     """Cache whose layers round with `plain_rotation`."""
     return _rotation(bits).cache()
