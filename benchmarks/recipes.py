@@ -132,6 +132,10 @@ class RoundingLayer(DynamicLayer):
         )
         return self.keys, self.values
 
+    def flush(self) -> None:
+        """Round what would be due at the next call."""
+        self.update(self.keys[:, :, :0], self.values[:, :, :0])
+
     def _round(self, x: Tensor, rounding: Callable[[Tensor], Tensor], done: int, due: int) -> int:
         """Round up to token ``due`` in place, what `DynamicLayer` has just copied."""
         new = slice(max(done, self.window.first), due)

@@ -15,12 +15,13 @@ from .report import Report
 
 BENCHMARKS: dict[str, str] = {
     "quality": "what packing does to the predictions of a real model",
+    "needle": "whether lookups in a long text find the same token",
     "attention": "one attention call over packed tokens against PyTorch's",
     "encode": "storing tokens: appended one by one, and as a prompt",
     "memory": "what a process grows by against what the cache reports",
     "generate": "decoding with a real model against Transformers' DynamicCache",
 }
-"""A module of this package for each, with a function ``run``, and what it measures."""
+"""A module of this package for each, with a function ``run``, and what it measures, in order."""
 
 
 def run(name: str, quick: bool = False) -> Report:
