@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import platform
 import re
 import subprocess
@@ -14,6 +13,9 @@ import torch
 import torch_kvq
 
 ROOT = Path(__file__).parent.parent
+PEERS = ("optimum-quanto", "llama-cpp-python", "vllm")
+"""Packages with packed caches of their own; the recipes that stand for them need none of these."""
+
 _CPU = Path("/sys/devices/system/cpu/cpu0")
 
 
@@ -31,6 +33,7 @@ def describe() -> dict[str, str]:
         "torch": torch.__version__,
         "transformers": _version("transformers"),
         "torch_kvq": f"{torch_kvq.__version__}, commit {commit()}",
+        "peers as packages": ", ".join(f"{name} {_version(name)}" for name in PEERS),
     }
 
 
@@ -77,6 +80,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def _version(package: str) -> str:
-    if importlib.util.find_spec(package) is None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
         return "not installed"
-    return importlib.metadata.version(package)

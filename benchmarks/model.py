@@ -21,13 +21,18 @@ SLOW_PAIRS = 4
 
 def model_and_text(tokens: int) -> tuple[Any, Tensor]:
     """SmolLM2-135M-Instruct in float32, and ``int64[1, tokens]`` of English prose."""
+    model, tokenizer = quiet_model()
+    return model, document(tokenizer, tokens)
+
+
+def quiet_model() -> tuple[Any, Any]:
+    """SmolLM2-135M-Instruct in float32 and its tokenizer, without what Transformers says."""
     import transformers
 
     # Newer releases call it cache, older ones know past_key_values alone.
     warnings.filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)
     transformers.logging.disable_progress_bar()
-    model, tokenizer = load_model()
-    return model, document(tokenizer, tokens)
+    return load_model()
 
 
 @contextlib.contextmanager

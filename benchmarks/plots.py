@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,6 @@ def speed() -> Any:
         ]
         axes.errorbar([row["context"] for row in rows], rates, half, marker="o", label=name)
     axes.set(
-        xscale="log",
         ylim=(0, None),
         xlabel="tokens of context",
         ylabel="tokens per second",
@@ -88,7 +88,7 @@ def needle() -> Any:
     rows = -(-len(by_name) // HEAT_MAP_COLUMNS)
     figure, grid = _figure(rows, HEAT_MAP_COLUMNS, size=(11, 2.2 * rows))
     for axes, (name, lengths) in zip(grid.flat, by_name.items(), strict=False):
-        shares = [[row[str(depth)] for depth in range(DEPTHS)] for row in lengths]
+        shares = [[_or_blank(row[str(depth)]) for depth in range(DEPTHS)] for row in lengths]
         image = axes.imshow(shares, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
         axes.set_yticks(range(len(lengths)), [row["length"] for row in lengths])
         axes.set_xticks([0, DEPTHS - 1], ["start", "end"])
@@ -113,6 +113,11 @@ def _figure(rows: int = 1, columns: int = 1, size: tuple[float, float] = SIZE) -
 
     figure = Figure(figsize=size, layout="constrained")
     return figure, figure.subplots(rows, columns)
+
+
+def _or_blank(share: float | None) -> float:
+    """A share, or what is left white where there was nothing to look up."""
+    return math.nan if share is None else share
 
 
 def _table(benchmark: str, name: str) -> Table:

@@ -1,11 +1,13 @@
 """Results of a benchmark: on the console, as JSON, and in the documentation.
 
-``python -m benchmarks.report`` writes the tables of the committed results into docs/.
+``python -m benchmarks.report`` writes the tables of the committed results into the documentation,
+and their figures into docs/images/ where matplotlib is installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import re
 import sys
@@ -17,7 +19,8 @@ from typing import Any, Literal
 from .environment import ROOT
 
 RESULTS = Path(__file__).parent / "results"
-DOCUMENTS = (ROOT / "docs" / "accuracy.md", ROOT / "docs" / "performance.md")
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "accuracy.md", ROOT / "docs" / "performance.md")
+IMAGES = ROOT / "docs" / "images"
 _BLOCK = re.compile(r"(<!-- begin (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -209,7 +212,7 @@ def _block(reference: str) -> str:
 
 
 def main() -> None:
-    """Write the tables of the committed results into the documentation."""
+    """Write the tables and figures of the committed results into the documentation."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=main.__doc__)
     parser.add_argument("--check", action="store_true", help="only say whether they are there")
     args = parser.parse_args()
@@ -219,6 +222,18 @@ def main() -> None:
         if args.check and text != filled:
             parser.exit(1, f"{path.name} differs from the results\n")
         path.write_text(filled)
+    if not args.check:
+        draw()
+
+
+def draw() -> None:
+    """Draw the figures, or say why not."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print("figures not drawn: matplotlib is not installed (extra: plot)", file=sys.stderr)
+        return
+    from .plots import write
+
+    write(IMAGES)
 
 
 if __name__ == "__main__":
