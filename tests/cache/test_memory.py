@@ -25,7 +25,7 @@ def allocated(cache: KVQCache) -> int:
         if id(item) in seen or isinstance(item, type):
             continue
         seen.add(id(item))
-        if isinstance(item, torch.Tensor):
+        if isinstance(item, torch.Tensor) and item.dim():  # a ticket of a layer is none
             storages[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
         elif isinstance(item, (list, tuple, dict)) or hasattr(item, "__dict__"):
             queue += [

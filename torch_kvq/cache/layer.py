@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_kvq import _checks
-from torch_kvq.cache import exact
+from torch_kvq.cache import exact, opaque
 from torch_kvq.cache.handle import KVQHandle
 from torch_kvq.cache.options import LayerOptions
 from torch_kvq.cache.padding import left_padding
@@ -109,11 +109,18 @@ class KVQLayer(CacheLayer):
         self.materialized = 0
         self.said: set[str] = set()
         self._unpacked = False  # a long update waits for its attention before it is packed
+        self.ticket = opaque.enroll(self) if options.max_cache_len is None else None
         self._format = {
             "key_bits": options.key_bits,
             "value_bits": options.value_bits,
             "sink_tokens": options.sink_tokens,
         }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Let a copy go by a ticket of its own."""
+        self.__dict__.update(state)
+        if self.ticket is not None:
+            self.ticket = opaque.enroll(self)
 
     def update(
         self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
@@ -134,6 +141,8 @@ class KVQLayer(CacheLayer):
             TypeError: something else than tensors.
             IndexError: more tokens than ``max_cache_len``.
         """
+        if self._is_opaque:
+            return self._update_opaque(key, value)
         if self._home is not None:
             self.prefetch()
         state = self.state
@@ -150,11 +159,23 @@ class KVQLayer(CacheLayer):
         except (AttributeError, RuntimeError, TypeError, ValueError):
             self._check_new(key, value)
             raise
-        length = state.visible_length
+        self._length = length = state.visible_length
         decoded: list[Tensor] = []
         return (
             KVQHandle(self, key, True, length, decoded),
             KVQHandle(self, value, False, length, decoded),
+        )
+
+    def _update_opaque(self, key: Tensor, value: Tensor) -> tuple[KVQHandle, KVQHandle]:
+        """Update within a compiled graph, which knows of the layer its length and no more."""
+        opaque.update(self, key, value)
+        is_first = self._length == 0
+        self._value_dim = value.shape[3]
+        self._length += key.shape[2]
+        decoded: list[Tensor] = []
+        return (
+            KVQHandle(self, key, True, self._length, decoded, is_first),
+            KVQHandle(self, value, False, self._length, decoded, is_first),
         )
 
     def _update_first(self, key: Tensor, value: Tensor) -> tuple[KVQHandle, KVQHandle]:
@@ -168,6 +189,7 @@ class KVQLayer(CacheLayer):
             return self.update(key, value)
         self.state.check_room(key.shape[2])
         self._pending = self._detached(key, value)
+        self._length = self.state.visible_length + key.shape[2]
         keys, values = self.keys, self.values
         assert keys is not None and values is not None
         values.decoded = keys.decoded
@@ -192,6 +214,9 @@ class KVQLayer(CacheLayer):
             attn_mask: bool or additive ``[batch or 1, heads or 1, queries or 1, positions]``.
             queries: queries of the attention call.
         """
+        if self._is_opaque:
+            opaque.flush_masked(self, attn_mask, queries)
+            return
         if self._pending is None or self.state is None:
             return
         self._check_resident()
@@ -234,7 +259,7 @@ class KVQLayer(CacheLayer):
             ValueError: no tokens, or arguments that do not fit the layer.
             NotImplementedError: the layer was offloaded since its last update.
         """
-        if self._home is not None:
+        if self._home is not None and not self._is_opaque:
             self._check_resident()
         if attn_mask is not None and attn_mask.dim() < 4:
             attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
@@ -250,6 +275,8 @@ class KVQLayer(CacheLayer):
             options["softcap"] = softcap
             options["sinks"] = sinks
             options["precision"] = precision
+        if self._is_opaque:
+            return opaque.attend(self, query, attn_mask, self._value_dim, options)
         if self._pending is not None:
             out = self._attend_pending(query, attn_mask, options)
             if out is not None:
@@ -281,6 +308,7 @@ class KVQLayer(CacheLayer):
         self.flush_masked(attn_mask, query.shape[2])
         return out
 
+    @opaque.outside_graphs("keys and values are decoded outside of compiled graphs")
     def materialize(self, length: int) -> tuple[Tensor, Tensor]:
         """Decode the first ``length`` positions, zero where there is no token.
 

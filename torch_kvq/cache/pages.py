@@ -310,5 +310,6 @@ class BlockTable:
         return BlockTable.from_records, (*self._records(), self.width)
 
     def __del__(self) -> None:
-        for pages in self.rows:
+        # Compiling leaves objects behind that were never filled.
+        for pages in vars(self).get("rows", ()):
             self.pool.release(pages)

@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from torch_kvq.cache.memory import state_bytes, tensor_bytes
+from torch_kvq.cache.opaque import outside_graphs
 from torch_kvq.cache.options import LayerOptions
 from torch_kvq.cache.state import LayerState
 from torch_kvq.cache.static import StaticState
 
 _L = TypeVar("_L", bound="CacheLayer")
+
+_eager = outside_graphs("what a layer holds is edited outside of compiled graphs")
 
 
 class CacheLayer:
@@ -32,12 +35,20 @@ class CacheLayer:
         self.options = options
         self.state: LayerState | None = None
         self._pending: tuple[Tensor, Tensor] | None = None
+        self._length = 0  # positions of a layer that grows, with those kept back
+        self._value_dim = 0
         self._home: torch.device | None = None  # where offloaded tensors belong
+
+    @property
+    def _is_opaque(self) -> bool:
+        """Whether a graph is being compiled that is not to look into the layer."""
+        return torch.compiler.is_compiling() and self.options.max_cache_len is None
 
     def lazy_initialization(self, key: Tensor, value: Tensor) -> None:
         """Allocate for keys and values like these, which may have no tokens."""
         kind = LayerState if self.options.max_cache_len is None else StaticState
         self.state = kind(key, value, self.options)
+        self._value_dim = value.shape[3]
 
     def fork(self: _L) -> _L:
         """Another layer with the same tokens; both go on without regard to each other.
@@ -64,6 +75,7 @@ class CacheLayer:
             fork.state = self.state.fork()
         return fork
 
+    @_eager
     def offload(self) -> None:
         """Move all tensors to the CPU; the next update or `prefetch` brings them back.
 
@@ -106,6 +118,7 @@ class CacheLayer:
         self.state.append(*self._pending)
         self._pending = None
 
+    @_eager
     def crop(self, tokens: int) -> None:
         """Remove the last tokens of every row.
 
@@ -125,6 +138,7 @@ class CacheLayer:
         if target < length:
             self.state.check_crop(target)
             self.state.crop(target)
+            self._length = target
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row i become what row ``beam_idx[i]`` is."""
@@ -136,6 +150,7 @@ class CacheLayer:
             rows = torch.arange(self.state.batch_size, device="cpu")
             self.batch_select_indices(rows.repeat_interleave(repeats))
 
+    @_eager
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows ``indices``, int or bool, in this order.
 
@@ -152,9 +167,11 @@ class CacheLayer:
         if selected != rows:
             self.state.select(selected)
 
+    @_eager
     def reset(self) -> None:
         """Forget all tokens. A static layer keeps its memory, another one gives it back."""
         self._pending = None
+        self._length = 0
         if isinstance(self.state, StaticState):
             self.state.crop(0)
         else:
@@ -176,7 +193,7 @@ class CacheLayer:
         """Columns of a mask: the positions, or all that are allocated in a static layer."""
         if self.options.max_cache_len is not None:
             return self.options.max_cache_len
-        return self._kept_back + (0 if self.state is None else self.state.length)
+        return self._length
 
     @property
     def _kept_back(self) -> int:
