@@ -19,7 +19,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def compile_anew() -> Iterator[None]:
-    """Forget all graphs and counts, and let random numbers be the same in every run."""
+    """Forget all graphs and counts; random numbers are the same in every run."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)

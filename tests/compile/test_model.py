@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,3 +152,12 @@ def test_generate_compiles_a_static_cache(options: dict[str, Any]) -> None:
         got = model().generate(IDS, past_key_values=cache, compile_config=compiled, **arguments)
         assert torch.equal(got, wanted)
         assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+def test_recipe_of_the_readme() -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    (recipe,) = [part for part in re.findall(r"```python\n(.*?)```", text, re.S) if "step(" in part]
+    names = {"torch": torch, "KVQCache": KVQCache, "model": model(), "input_ids": IDS}
+    exec(recipe.replace("fullgraph=True", 'fullgraph=True, backend="eager"'), names)
+    wanted = decode(model().forward, make_cache(), 20, input_ids=IDS)
+    assert torch.equal(names["token"], wanted[:, -1:])

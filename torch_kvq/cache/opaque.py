@@ -49,12 +49,12 @@ def enroll(layer: KVQLayer) -> Tensor:
 
 def update(layer: KVQLayer, key: Tensor, value: Tensor) -> None:
     """`KVQLayer.update` without its handles."""
-    torch.ops.kvq._layer_update(_ticket(layer), key.detach(), value.detach())
+    torch.ops.kvq._layer_update.default(_ticket(layer), key.detach(), value.detach())
 
 
 def flush_masked(layer: KVQLayer, attn_mask: Tensor | None, queries: int) -> None:
     """`KVQLayer.flush_masked`."""
-    torch.ops.kvq._layer_flush(_ticket(layer), attn_mask, queries)
+    torch.ops.kvq._layer_flush.default(_ticket(layer), attn_mask, queries)
 
 
 def attend(
@@ -67,7 +67,7 @@ def attend(
     """`KVQLayer.attend`, whose result has ``value_dim`` channels."""
     if options.get("sinks") is not None:
         options["sinks"] = options["sinks"].detach()
-    out: Tensor = torch.ops.kvq._layer_attend(
+    out: Tensor = torch.ops.kvq._layer_attend.default(
         _ticket(layer), query.detach(), attn_mask, value_dim, **options
     )
     return out
