@@ -14,7 +14,7 @@ from tests.models import tiny_model
 PROMPT = 100
 
 
-def model(name: str = "llama", layers: int = 2) -> Any:
+def model(name: str = "llama", layers: int = 1) -> Any:
     """A tiny model with room for long contexts."""
     return tiny_model(name, max_position_embeddings=4096, num_hidden_layers=layers)
 

@@ -24,15 +24,15 @@ PADDED = left_padded((70, 0), PROMPT)
 FEW = {"quantized_start": 80, "residual_length": 10}
 
 
-def make_cache(name: str = "llama", **options: Any) -> Any:
-    return KVQCache(4, config=model(name).config, **options)
+def make_cache(name: str = "llama", layers: int = 1, **options: Any) -> Any:
+    return KVQCache(4, config=model(name, layers).config, **options)
 
 
-def only_decoding(forward: Any) -> Any:
+def only_decoding(forward: Any, layers: int = 1) -> Any:
     """The model as it is for a prompt, else ``forward``."""
 
     def step(input_ids: torch.Tensor, **options: Any) -> Any:
-        function = model().forward if input_ids.shape[1] > 1 else forward
+        function = model(layers=layers).forward if input_ids.shape[1] > 1 else forward
         return function(input_ids=input_ids, **options)
 
     return step
@@ -41,10 +41,10 @@ def only_decoding(forward: Any) -> Any:
 @pytest.mark.parametrize("options", [{"max_cache_len": 448}, {}], ids=["static", "growing"])
 def test_prompt_and_decoding_are_two_graphs(options: dict[str, int]) -> None:
     """Whatever the cache grows to, and for the next cache as well."""
-    wanted = decode(model().forward, make_cache(**options), 300, input_ids=IDS)
-    forward = Compiled(model().forward)
+    wanted = decode(model(layers=2).forward, make_cache(layers=2, **options), 300, input_ids=IDS)
+    forward = Compiled(model(layers=2).forward)
     for _ in range(2):
-        cache = make_cache(**options)
+        cache = make_cache(layers=2, **options)
         assert torch.equal(decode(forward, cache, 300, input_ids=IDS), wanted)
         assert forward.graphs == 2
         assert cache.materialized == 0 and cache.layers[1].state.lengths[0, 2] > 128
@@ -52,11 +52,11 @@ def test_prompt_and_decoding_are_two_graphs(options: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("options", [{"max_cache_len": 256}, {}], ids=["static", "growing"])
 def test_inductor(options: dict[str, int]) -> None:
-    plain, forward = model().forward, Compiled(model().forward, "inductor")
-    wanted = decode(plain, make_cache(**FEW, **options), 100, input_ids=IDS)
-    step = only_decoding(forward)
+    plain, forward = model(layers=2).forward, Compiled(model(layers=2).forward, "inductor")
+    wanted = decode(plain, make_cache(layers=2, **FEW, **options), 100, input_ids=IDS)
+    step = only_decoding(forward, layers=2)
     for _ in range(2):
-        tokens = decode(step, make_cache(**FEW, **options), 100, input_ids=IDS)
+        tokens = decode(step, make_cache(layers=2, **FEW, **options), 100, input_ids=IDS)
         assert torch.equal(tokens, wanted)
     assert forward.graphs <= 2
 
@@ -132,10 +132,10 @@ def test_gradient_modes(mode: Any) -> None:
 
 def test_unknown_layers_are_made_before_the_graph() -> None:
     with pytest.raises(RuntimeError, match=r"config=model\.config"):
-        decode(Compiled(model().forward), KVQCache(4), 1, input_ids=IDS)
+        decode(Compiled(model().forward), KVQCache(4), 0, input_ids=IDS)
     in_parts = torch.compile(model().forward, backend="eager")
-    wanted = decode(model().forward, KVQCache(4), 1, input_ids=IDS)
-    assert torch.equal(decode(in_parts, KVQCache(4), 1, input_ids=IDS), wanted)
+    wanted = decode(model().forward, KVQCache(4), 0, input_ids=IDS)
+    assert torch.equal(decode(in_parts, KVQCache(4), 0, input_ids=IDS), wanted)
 
 
 @pytest.mark.parametrize("options", [{"max_cache_len": 256}, {"static": True}], ids=str)
