@@ -76,7 +76,7 @@ def accuracy() -> Any:
             )
         for row in rows:
             _label(axes, row, is_ours=row in ours, rows=rows)
-        axes.margins(x=0.32, y=0.1)
+        axes.margins(x=0.38, y=0.1)
         axes.set(yscale="log", xlabel="bits per value, all metadata included", title=title)
     panels[0].set_ylabel("mean KL divergence, nats per token")
     return figure
