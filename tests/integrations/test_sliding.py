@@ -40,6 +40,9 @@ def assert_same_tokens(scenario: Scenario, model: Any) -> Any:
     try:
         expected = scenario(model, DynamicCache(config=model.config), LOAD)
     except RuntimeError as error:
+        # Older releases forget what a rejected draft would need.
+        if hasattr(DynamicSlidingWindowLayer, "activate_past_recording"):
+            raise
         pytest.skip(f"not with DynamicCache: {error}")
     assert torch.equal(scenario(model, cache, LOAD), expected)
     assert all(isinstance(layer, KVQLayer) for layer in cache.layers)
