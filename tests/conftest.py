@@ -1,10 +1,11 @@
-"""Fixtures: the instruction sets that have kernels here, one at a time."""
+"""Fixtures: one thread, and the instruction sets that have kernels here, one at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 import torch_kvq
 
@@ -38,3 +39,12 @@ def _activate(request: pytest.FixtureRequest) -> Iterator[str]:
 
 tier = pytest.fixture(_activate, name="tier")
 capability = pytest.fixture(_activate, name="capability")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Small operations are quickest on one thread, by far on a machine that is busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,4 +1,4 @@
-"""Each test compiles anew, on one thread."""
+"""Each test compiles anew."""
 
 from __future__ import annotations
 
@@ -6,15 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Run on one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)
