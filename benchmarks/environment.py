@@ -13,8 +13,9 @@ import torch
 import torch_kvq
 
 ROOT = Path(__file__).parent.parent
-PEERS = ("optimum-quanto", "llama-cpp-python", "vllm")
-"""Packages with packed caches of their own; the recipes that stand for them need none of these."""
+PEERS = ("optimum-quanto", "hqq", "llama-cpp-python", "vllm")
+"""Packages with packed caches of their own. Decoding takes the first two where they are installed;
+the recipes that stand for others need none."""
 
 _CPU = Path("/sys/devices/system/cpu/cpu0")
 

@@ -88,7 +88,6 @@ def run(quick: bool = False) -> Report:
     title = "Decoding, SmolLM2-135M in float32"
     settings = {
         "model": "SmolLM2-135M-Instruct, float32, attention of Transformers: sdpa",
-        "missing": peers.describe_missing(),
         "repeats": f"{rounds} runs of {steps - WARM_UP} tokens, one call each, the caches in turn",
     }
     tables = [Table("decoding", title, COLUMNS, rows, is_speed=True)]

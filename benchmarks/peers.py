@@ -29,17 +29,8 @@ def peer_caches(config: Any) -> dict[str, Callable[[], Any]]:
 
     return {
         name: lambda options=options: QuantizedCache(config=config, **options)  # type: ignore[misc]
-        for name, (_, options) in PEERS.items()
-        if name not in missing_peers()
-    }
-
-
-def missing_peers() -> dict[str, str]:
-    """The caches that cannot be made, and the package that each lacks."""
-    return {
-        name: package
-        for name, (package, _) in PEERS.items()
-        if package is not None and not _is_installed(package)
+        for name, (package, options) in PEERS.items()
+        if package is None or _is_installed(package)
     }
 
 
@@ -72,9 +63,3 @@ def held_bytes(value: Any) -> int:
         elif type(item).__module__.startswith(("transformers.cache_utils", "hqq")):
             queue += vars(item).values()
     return sum(sizes.values())
-
-
-def describe_missing() -> str:
-    """Which caches are missing, in words."""
-    lacking = [f"{name} ({package} is not installed)" for name, package in missing_peers().items()]
-    return ", ".join(lacking) or "none"
