@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -28,7 +29,7 @@ def peer_caches(config: Any) -> dict[str, Callable[[], Any]]:
     from transformers import QuantizedCache
 
     return {
-        name: lambda options=options: QuantizedCache(config=config, **options)  # type: ignore[misc]
+        name: partial(QuantizedCache, config=config, **options)
         for name, (package, options) in PEERS.items()
         if package is None or _is_installed(package)
     }
