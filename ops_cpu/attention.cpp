@@ -57,10 +57,10 @@ Scratch& scratch() {
   return instance;
 }
 
-// One block of query rows against one part of the tokens.
-class Unit {
+// One block of query rows, attended to one part of the tokens after the other.
+class Block {
  public:
-  Unit(const Kernels& kernels, const Plan& plan, int64_t item)
+  Block(const Kernels& kernels, const Plan& plan, int64_t item)
       : kernels_(kernels), plan_(plan), c_(plan.c), f_(plan.c.layout), s_(scratch()) {
     const int64_t block = item % plan.blocks;
     head_ = item / plan.blocks % c_.kv_heads;
@@ -69,10 +69,7 @@ class Unit {
     first_ = block * kMaxRows;
     rows_ = static_cast<int>(std::min<int64_t>(kMaxRows, plan.rows - first_));
     s_.prepare(f_.key_dim, f_.value_dim);
-    std::fill_n(s_.acc.data(), static_cast<int64_t>(rows_) * f_.value_dim, 0.0f);
     for (int r = 0; r < rows_; ++r) {
-      s_.softmax[r].max = kNegativeInfinity;
-      std::fill_n(s_.softmax[r].lanes, 16, 0.0f);
       const int64_t position = row_.length - c_.queries + query_of(r);
       s_.end[r] = c_.is_causal ? position + 1 : row_.length;
       s_.begin[r] = c_.sliding_window > 0 ? position - c_.sliding_window + 1 : 0;
@@ -81,6 +78,11 @@ class Unit {
   }
 
   void run(int64_t split, float* partial) {
+    std::fill_n(s_.acc.data(), static_cast<int64_t>(rows_) * f_.value_dim, 0.0f);
+    for (int r = 0; r < rows_; ++r) {
+      s_.softmax[r].max = kNegativeInfinity;
+      std::fill_n(s_.softmax[r].lanes, 16, 0.0f);
+    }
     if (split < plan_.splits) {
       const int64_t first = first_tile(c_, row_), tiles = row_.tiles - first;
       attend_tiles(first, first + tiles * split / plan_.splits,
@@ -116,6 +118,7 @@ class Unit {
   }
 
   void rotate_query() {
+    rotated_ = true;
     const float* balance = c_.balance + (batch_ * c_.kv_heads + head_) * f_.key_dim;
     const float* signs = key_signs();
     for (int r = 0; r < rows_; ++r) {
@@ -134,7 +137,7 @@ class Unit {
     // Tiles prefetch those that follow, also across splits; nothing precedes the first.
     for (int64_t tile = first; begin == first && tile < std::min(first + kAhead, end); ++tile)
       prefetch(record_of(tile), 0, f_.record_bytes);
-    rotate_query();
+    if (!rotated_) rotate_query();
     for (int64_t tile = begin; tile < end; ++tile) {
       const int64_t token = c_.sink_tokens + tile * kTileTokens;
       const int64_t left = c_.sink_tokens + row_.quantized - token;
@@ -278,6 +281,7 @@ class Unit {
   Row row_;
   int64_t batch_, head_, first_;
   int rows_;
+  bool rotated_ = false;
 };
 
 }  // namespace
@@ -313,8 +317,11 @@ void attention(const Kernels& kernels, const AttentionCall& call, const Parallel
   const std::unique_ptr<float[]> large(floats > kKeptFloats ? new float[floats] : nullptr);
   float* partial = large ? large.get() : kept;
   parallel_for(plan.items() * plan.parts, [&](int64_t begin, int64_t end) {
-    for (int64_t u = begin; u < end; ++u)
-      Unit(kernels, plan, u / plan.parts).run(u % plan.parts, partial + u * block_floats);
+    for (int64_t u = begin; u < end;) {
+      const int64_t item = u / plan.parts, last = std::min(end, (item + 1) * plan.parts);
+      Block block(kernels, plan, item);
+      for (; u < last; ++u) block.run(u % plan.parts, partial + u * block_floats);
+    }
   });
   parallel_for(plan.items(), [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {

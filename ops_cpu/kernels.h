@@ -69,8 +69,8 @@ struct PackedAttentionKernels {
   // out[rows, 64] = scores * (key_scale * unit) + mean.
   void (*scale_scores)(const int32_t* scores, const uint16_t* key_scales, const float* units,
                        const float* means, int rows, float* out);
-  // Integers of p * value_scale, ordered within each four tokens like a query, their sums and
-  // their units, 0 when all are zero.
+  // Integers of p * value_scale, ordered within each four tokens like a query, their sums if the
+  // tier's accumulate_tile needs them, and their units, 0 when all are zero.
   void (*quantize_weights)(const float* p, const uint16_t* value_scales, bool exact, int rows,
                            void* out, int32_t* sums, float* units);
   // acc[rows, dim] += unit * sum over tokens of level * weight, prefetching `next`.
