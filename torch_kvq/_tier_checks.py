@@ -1,4 +1,4 @@
-"""Argument checks of `tiered_attention`; ``csrc/tier_checks.h`` is the C++ twin.
+"""Argument checks of `tiered_attention`; ``csrc/tiered_attention.cpp`` is the C++ twin.
 
 `check_tiers` reads no data, so it holds under tracing; `check_near` reads it.
 """

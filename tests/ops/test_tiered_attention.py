@@ -9,9 +9,9 @@ from torch import Tensor
 import torch_kvq
 from tests import cases, tiers
 from tests.cases import Case
-from tests.ops.compare import FAST_LOGIT_STD, assert_attention_close, assert_same, head_error
+from tests.ops.compare import FAST_LOGIT_STD, LSE_BUDGET, assert_attention_close, assert_same, head_error
 from tests.tiers import TIER_CASES, TieredState, by_id
-from torch_kvq import reference
+from torch_kvq import formats, reference
 
 far = pytest.mark.parametrize("far", tiers.FORMATS)
 SCORE_BUDGET = {"exact": 2e-3, "fast": 0.2}
@@ -150,7 +150,7 @@ def test_the_denominator_is_exact_for_any_promoted_tokens(capability: str, far: 
     key, value = stored_tokens(case, state, far, balance)
     exact = naive_scores(case, state, query, key).logsumexp(-1)
     lse = torch_kvq.tiered_attention(query, *state, **arguments)[1]
-    torch.testing.assert_close(lse.double(), exact, rtol=0, atol=1e-4)
+    torch.testing.assert_close(lse.double(), exact, rtol=0, atol=LSE_BUDGET["exact"][1])
 
 
 @far
@@ -231,3 +231,23 @@ def test_values_of_small_weight_are_not_read(capability: str, far: str) -> None:
     plain = torch_kvq.tiered_attention(query, *state, **arguments)
     promoted = [bin(mask & (2**64 - 1)).count("1") for mask in state.promoted[0, :, 2].tolist()]
     assert plain[5].tolist() == [[64 - count for count in promoted]]
+    if capability == "reference":
+        return
+    tile, layout = formats.TileFormat(64, 64, 4, 4), formats.FarFormat(64, 64)
+    offset = tile.value_scale_offset if far == "tile4" else layout.value_scale_offset
+    dirty = state.clone()
+    dirty.tiles[state.block_table[0, 2].long(), :, offset : offset + 128] = 0xFF
+    for got, same in zip(
+        torch_kvq.tiered_attention(query, *dirty, **arguments), plain, strict=True
+    ):
+        assert_same(got, same)
+
+
+@far
+def test_kernels_skip_no_more_than_the_reference(tier: str, far: str) -> None:
+    case = Case("skipping", steps=(1500,), logit_std=6.0)
+    state, query, arguments, wanted = tiers.expected(case, far)
+    got = torch_kvq.tiered_attention(query, *state, **arguments)
+    assert bool((got[5] <= wanted[5]).all()) and bool((wanted[5] > 100).all())
+    if far == "fp8-int4":
+        assert bool((got[5] > 0).all())

@@ -48,8 +48,9 @@ def encode_int4(value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Float16 scales and middles ``[..., tokens]`` and codes, uint8 ``[..., tokens, dim]``."""
     v = read_input(value)
     low, high = v.amin(-1, keepdim=True), v.amax(-1, keepdim=True)
-    middle = ((low + high) * 0.5).to(torch.float16)
-    scale = ((high - low) / (2 * formats.FAR_VALUE_STEPS)).to(torch.float16)
+    # Adding 0 makes zeros positive, whose signs would depend on the order of the channels.
+    middle = ((low + high) * 0.5 + 0.0).to(torch.float16)
+    scale = ((high - low) / (2 * formats.FAR_VALUE_STEPS) + 0.0).to(torch.float16)
     step = 2 * scale.to(torch.float32)
     offset = v - middle.to(torch.float32)
     steps = torch.where(step > 0, offset / step, torch.zeros_like(v))
