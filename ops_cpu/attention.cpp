@@ -14,12 +14,13 @@ namespace {
 // Partial results that a thread keeps room for.
 constexpr int64_t kKeptFloats = 32768;
 
-// A block of queries against one part of the tokens.
-class Unit : public QueryBlock {
+// A block of queries against tiles and exact tokens.
+class Block : public QueryBlock {
  public:
   using QueryBlock::QueryBlock;
 
   void run(int64_t split, float* partial) {
+    begin_part();
     if (split < plan_.splits) {
       const int64_t first = first_tile(c_, row_), tiles = row_.tiles - first;
       attend_tiles(first, first + tiles * split / plan_.splits,
@@ -48,7 +49,7 @@ class Unit : public QueryBlock {
 
   void attend_tile(const uint8_t* record, const uint8_t* next, int64_t position, int count) {
     score_tile(record, next);
-    for (int r = 0; r < rows_; ++r) mask_row(r, position, count, s_.logits + r * kTileTokens);
+    for (int r = 0; r < rows_; ++r) mask_row(r, position, count, logits_ + r * kTileTokens);
     weigh();
     accumulate_tile(record, next);
   }
@@ -95,8 +96,8 @@ class Unit : public QueryBlock {
     const ExactAttentionKernels& k = *kernels_.exact;
     const int64_t item = size_of(c_.type);
     k.score_exact(key, c_.type, key_step, count, f_.key_dim, s_.query.data(), rows_, value,
-                  value_step * item, static_cast<int>(f_.value_dim * item), s_.logits);
-    for (int r = 0; r < rows_; ++r) mask_row(r, position, count, s_.logits + r * kTileTokens);
+                  value_step * item, static_cast<int>(f_.value_dim * item), logits_);
+    for (int r = 0; r < rows_; ++r) mask_row(r, position, count, logits_ + r * kTileTokens);
     weigh();
     int zeros = 0;
     for (int r = 0; r < rows_; ++r)
@@ -139,8 +140,11 @@ void attention(const Kernels& kernels, const AttentionCall& call, const Parallel
   const std::unique_ptr<float[]> large(floats > kKeptFloats ? new float[floats] : nullptr);
   float* partial = large ? large.get() : kept;
   parallel_for(plan.items() * plan.parts, [&](int64_t begin, int64_t end) {
-    for (int64_t u = begin; u < end; ++u)
-      Unit(kernels, plan, u / plan.parts).run(u % plan.parts, partial + u * block_floats);
+    for (int64_t u = begin; u < end;) {
+      const int64_t item = u / plan.parts, last = std::min(end, (item + 1) * plan.parts);
+      Block block(kernels, plan, item);
+      for (; u < last; ++u) block.run(u % plan.parts, partial + u * block_floats);
+    }
   });
   parallel_for(plan.items(), [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {

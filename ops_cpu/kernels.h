@@ -105,6 +105,7 @@ struct FarEncodeKernels {
 
 // Tokens whose values are read or left together: what a line of value codes holds.
 constexpr int kGroupTokens = 8;
+constexpr int kSelectTiles = 16;
 constexpr int kAllGroups = (1 << (kTileTokens / kGroupTokens)) - 1;
 
 struct FarAttentionKernels {
@@ -121,8 +122,11 @@ struct FarAttentionKernels {
                           int rows, float* acc);
   // The groups in which a row has a weight of at least `bound`, or NaN; weights of others become 0.
   int (*needed_groups)(float* p, int rows, float bound);
-  // Tokens whose score is above `bound`.
-  uint64_t (*above)(const float* scores, float bound);
+  // Places of scores above `floor`, in order, the `wanted` greatest among them; others may be left
+  // out. The scores are 64 for each of up to kSelectTiles tiles, `stride` apart, a place is
+  // 64 * tile + token. Returns how many.
+  int (*select)(const float* scores, int64_t stride, int tiles, int wanted, float floor,
+                int16_t* places);
 };
 
 struct Kernels {

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <utility>
 
 #include "ops_cpu/exp2.h"
 #include "ops_cpu/half.h"
@@ -35,7 +36,12 @@ Scratch& scratch() {
 }
 
 QueryBlock::QueryBlock(const Kernels& kernels, const Plan& plan, int64_t item)
-    : kernels_(kernels), plan_(plan), c_(plan.c), f_(plan.c.layout), s_(scratch()) {
+    : kernels_(kernels),
+      plan_(plan),
+      c_(plan.c),
+      f_(plan.c.layout),
+      s_(scratch()),
+      logits_(s_.logits) {
   const int64_t block = item % plan.blocks;
   head_ = item / plan.blocks % c_.kv_heads;
   batch_ = item / plan.blocks / c_.kv_heads;
@@ -43,10 +49,7 @@ QueryBlock::QueryBlock(const Kernels& kernels, const Plan& plan, int64_t item)
   first_ = block * kMaxRows;
   rows_ = static_cast<int>(std::min<int64_t>(kMaxRows, plan.rows - first_));
   s_.prepare(f_.key_dim, f_.value_dim);
-  std::fill_n(s_.acc.data(), static_cast<int64_t>(rows_) * f_.value_dim, 0.0f);
   for (int r = 0; r < rows_; ++r) {
-    s_.softmax[r].max = kNegativeInfinity;
-    std::fill_n(s_.softmax[r].lanes, 16, 0.0f);
     const int64_t position = row_.length - c_.queries + query_of(r);
     s_.end[r] = c_.is_causal ? position + 1 : row_.length;
     s_.begin[r] = c_.sliding_window > 0 ? position - c_.sliding_window + 1 : 0;
@@ -66,7 +69,16 @@ void QueryBlock::load_query() {
   }
 }
 
+void QueryBlock::begin_part() {
+  std::fill_n(s_.acc.data(), static_cast<int64_t>(rows_) * f_.value_dim, 0.0f);
+  for (int r = 0; r < rows_; ++r) {
+    s_.softmax[r].max = kNegativeInfinity;
+    std::fill_n(s_.softmax[r].lanes, 16, 0.0f);
+  }
+}
+
 void QueryBlock::rotate_query() {
+  if (std::exchange(rotated_, true)) return;
   const float* balance = c_.balance + (batch_ * c_.kv_heads + head_) * f_.key_dim;
   const float* signs = key_signs();
   for (int r = 0; r < rows_; ++r) {
@@ -107,7 +119,7 @@ void QueryBlock::score_tile(const uint8_t* record, const uint8_t* next) {
   k.score_tile(record + f_.key_code, next + f_.key_code, f_.key_dim, f_.key_bits,
                s_.integers.data(), c_.exact, s_.sums, rows_, s_.scores);
   k.score_mean(s_.query.data(), mean, half_to_float(mean_half), f_.key_dim, rows_, s_.means);
-  k.scale_scores(s_.scores, key_scales, s_.units, s_.means, rows_, s_.logits);
+  k.scale_scores(s_.scores, key_scales, s_.units, s_.means, rows_, logits_);
 }
 
 void QueryBlock::accumulate_tile(const uint8_t* record, const uint8_t* next) {
@@ -119,7 +131,7 @@ void QueryBlock::accumulate_tile(const uint8_t* record, const uint8_t* next) {
 }
 
 void QueryBlock::weigh() {
-  kernels_.softmax->softmax(s_.logits, s_.softmax, s_.acc.data(), f_.value_dim, rows_, s_.p);
+  kernels_.softmax->softmax(logits_, s_.softmax, s_.acc.data(), f_.value_dim, rows_, s_.p);
 }
 
 bool QueryBlock::visible(int64_t position, int count) const {

@@ -1,4 +1,4 @@
-// One block of query rows of one KV head against the tokens that it is shown, part by part.
+// One block of query rows of one KV head, attended to one part of the tokens after the other.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -36,6 +36,9 @@ class QueryBlock {
   int64_t query_of(int r) const { return (first_ + r) / plan_.group; }
   int64_t head_of(int r) const { return head_ * plan_.group + (first_ + r) % plan_.group; }
 
+  // Forgets the part before.
+  void begin_part();
+
   // The queries as the packed kernels take them, before the first tile.
   void rotate_query();
 
@@ -65,9 +68,11 @@ class QueryBlock {
   const AttentionCall& c_;
   const Layout& f_;
   Scratch& s_;
+  float* logits_;  // [rows, 64] of the tile at hand
   Row row_;
   int64_t batch_, head_, first_;
   int rows_;
+  bool rotated_ = false;
 
  private:
   void load_query();

@@ -5,6 +5,7 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ops_cpu/best_tokens.h"
@@ -44,17 +45,31 @@ struct TieredPlan : Plan {
   int64_t block_floats, near_floats, item_floats;
 };
 
-// A block of queries against one part of the tokens.
-class Unit : public QueryBlock {
+// The logits of the last tiles, of which the best tokens are taken together.
+struct Chunk {
+  alignas(64) float logits[kSelectTiles * kMaxRows * kTileTokens];
+  int64_t token[kSelectTiles];  // first of every tile
+};
+
+Chunk& chunk() {
+  static thread_local Chunk instance;
+  return instance;
+}
+
+// A block of queries against far tiles and near tokens.
+class Block : public QueryBlock {
  public:
-  Unit(const Kernels& kernels, const TieredPlan& plan, int64_t item)
+  Block(const Kernels& kernels, const TieredPlan& plan, int64_t item)
       : QueryBlock(kernels, plan, item),
         tiered_(plan.tiered),
         slots_(plan.slots),
-        owner_(batch_ * c_.kv_heads + head_) {}
+        owner_(batch_ * c_.kv_heads + head_),
+        chunk_(chunk()) {}
 
   // Returns the far values that were not read.
   int32_t run(int64_t part, float* partial, float* near_logits) {
+    begin_part();
+    skipped_ = 0;
     for (int r = 0; r < rows_; ++r) best_[r].clear(static_cast<int>(tiered_.candidates));
     if (part < plan_.splits) {
       const int64_t first = first_tile(c_, row_), tiles = row_.tiles - first;
@@ -88,21 +103,24 @@ class Unit : public QueryBlock {
       if (promoted == held || !visible(row_.start + token, count)) continue;
       attend_tile(tile, token, count, promoted);
     }
+    offer_chunk();
   }
 
   void attend_tile(int64_t tile, int64_t token, int count, uint64_t promoted) {
     const uint8_t *record = record_of(tile), *next = record_after(tile);
+    if (held_ == kSelectTiles) offer_chunk();
+    logits_ = chunk_.logits + held_ * rows_ * kTileTokens;
+    chunk_.token[held_++] = token;
     if (tiered_.fp8) {
       score_fp8(record, next);
     } else {
       score_tile(record, next);
     }
     for (int r = 0; r < rows_; ++r) {
-      float* logits = s_.logits + r * kTileTokens;
+      float* logits = logits_ + r * kTileTokens;
       mask_row(r, row_.start + token, count, logits);
       for (uint64_t bits = promoted; bits; bits &= bits - 1)
         logits[__builtin_ctzll(bits)] = kNegativeInfinity;
-      offer(r, token, logits);
     }
     weigh();
     const int groups = kernels_.far->needed_groups(s_.p, rows_, kLeastWeight);
@@ -121,7 +139,7 @@ class Unit : public QueryBlock {
     prefetch(next, f.value_scale, f.value_code);
     kernels_.far->score_fp8(record + f.key_code, next + f.key_code,
                             reinterpret_cast<const uint16_t*>(record + f.key_scale), f.key_dim,
-                            s_.query.data(), rows_, s_.logits);
+                            s_.query.data(), rows_, logits_);
   }
 
   void accumulate_int4(const uint8_t* record, const uint8_t* next, int groups) {
@@ -137,13 +155,21 @@ class Unit : public QueryBlock {
                                   s_.acc.data());
   }
 
-  // Tokens of a tile that belong to the best of their row so far.
-  void offer(int r, int64_t token, const float* logits) {
-    if (tiered_.candidates == 0) return;
-    BestTokens& best = best_[r];
-    for (uint64_t bits = kernels_.far->above(logits, best.least()); bits; bits &= bits - 1) {
-      const int t = __builtin_ctzll(bits);
-      best.offer(logits[t], static_cast<int32_t>(token + t));
+  // The best of the chunk join those of every row.
+  void offer_chunk() {
+    const int tiles = std::exchange(held_, 0);
+    logits_ = s_.logits;
+    if (tiered_.candidates == 0 || tiles == 0) return;
+    int16_t places[kSelectTiles * kTileTokens];
+    for (int r = 0; r < rows_; ++r) {
+      const float* logits = chunk_.logits + r * kTileTokens;
+      const int64_t stride = rows_ * kTileTokens;
+      const int count = kernels_.far->select(
+          logits, stride, tiles, static_cast<int>(tiered_.candidates), best_[r].least(), places);
+      for (int i = 0; i < count; ++i) {
+        const int tile = places[i] / kTileTokens, t = places[i] % kTileTokens;
+        best_[r].offer(logits[tile * stride + t], static_cast<int32_t>(chunk_.token[tile] + t));
+      }
     }
   }
 
@@ -152,7 +178,7 @@ class Unit : public QueryBlock {
       if (groups >> t / kGroupTokens & 1) continue;
       bool attended = false;
       for (int r = 0; r < rows_; ++r)
-        attended = attended || s_.logits[r * kTileTokens + t] != kNegativeInfinity;
+        attended = attended || logits_[r * kTileTokens + t] != kNegativeInfinity;
       skipped_ += attended;
     }
   }
@@ -169,10 +195,10 @@ class Unit : public QueryBlock {
       const int count = static_cast<int>(std::min<int64_t>(kTileTokens, end - slot));
       kernels_.exact->score_exact(key + slot * key_step, c_.type, c_.exact_key_stride[2], count,
                                   f_.key_dim, s_.query.data(), rows_, value + slot * value_step,
-                                  value_step, static_cast<int>(f_.value_dim * item), s_.logits);
+                                  value_step, static_cast<int>(f_.value_dim * item), logits_);
       mask_near(tiered_.near_index + owner_ * tiered_.capacity + slot, count);
       for (int r = 0; r < rows_ && tiered_.candidates; ++r)
-        std::copy_n(s_.logits + r * kTileTokens, count, near_logits + r * slots_ + slot);
+        std::copy_n(logits_ + r * kTileTokens, count, near_logits + r * slots_ + slot);
       weigh();
       accumulate_near(value + slot * value_step, count);
     }
@@ -188,7 +214,7 @@ class Unit : public QueryBlock {
     const bool all = least >= 0 && row_.start + least >= s_.begin[rows_ - 1] &&
                      row_.start + most < s_.end[0] && c_.mask_type == MaskType::kNone;
     for (int r = 0; r < rows_; ++r) {
-      float* logits = s_.logits + r * kTileTokens;
+      float* logits = logits_ + r * kTileTokens;
       cap(count, logits);
       for (int t = 0; t < count && !all; ++t) {
         const int64_t position = row_.start + index[t];
@@ -225,6 +251,8 @@ class Unit : public QueryBlock {
 
   const TieredCall& tiered_;
   const int64_t slots_, owner_;
+  Chunk& chunk_;
+  int held_ = 0;  // tiles in the chunk
   int32_t skipped_ = 0;
   BestTokens best_[kMaxRows];
 };
@@ -367,12 +395,15 @@ void tiered_attention(const Kernels& kernels, const TieredCall& call,
   for (int64_t first = 0; first < items; first += round) {
     const int64_t last = std::min(first + round, items);
     parallel_for((last - first) * plan.parts, [&](int64_t begin, int64_t end) {
-      for (int64_t u = begin; u < end; ++u) {
-        const int64_t item = u / plan.parts, part = u % plan.parts;
+      for (int64_t u = begin; u < end;) {
+        const int64_t item = u / plan.parts, next = std::min(end, (item + 1) * plan.parts);
         float* out = partial + item * plan.item_floats;
-        skipped[u] =
-            Unit(kernels, plan, first + item)
-                .run(part, out + part * plan.block_floats, out + plan.parts * plan.block_floats);
+        float* near_logits = out + plan.parts * plan.block_floats;
+        Block block(kernels, plan, first + item);
+        for (; u < next; ++u) {
+          const int64_t part = u % plan.parts;
+          skipped[u] = block.run(part, out + part * plan.block_floats, near_logits);
+        }
       }
     });
     const int64_t owners = (last - 1) / plan.blocks - first / plan.blocks + 1;

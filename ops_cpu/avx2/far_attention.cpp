@@ -18,6 +18,8 @@ namespace {
 // is made up for in the scale.
 constexpr float kFromHalf = 256.0f;
 
+constexpr int kBoundSteps = 8;  // halvings of the range of scores
+
 inline __m256i load32(const uint8_t* p) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
 }
@@ -44,8 +46,10 @@ inline void decode_line(const uint8_t* half_line, float* channels) {
 template <int kRows>
 void score_rows(const float* key, __m256 scale, int dim, const float* query, float* scores) {
   __m256 sum[kRows][4];
-  for (auto& row : sum)
-    for (__m256& s : row) s = _mm256_setzero_ps();
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) sum[r][j] = _mm256_setzero_ps();
   for (int c = 0; c < dim; c += 4) {
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
@@ -55,6 +59,7 @@ void score_rows(const float* key, __m256 scale, int dim, const float* query, flo
         sum[r][j] = _mm256_fmadd_ps(_mm256_set1_ps(query[r * dim + c + j]), k, sum[r][j]);
     }
   }
+#pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
     const __m256 total =
         _mm256_add_ps(_mm256_add_ps(sum[r][0], sum[r][1]), _mm256_add_ps(sum[r][2], sum[r][3]));
@@ -109,10 +114,9 @@ inline __m256i broadcast4(const uint8_t* p) {
 template <int kRows>
 inline void multiply_line(const uint8_t* half_line, const uint8_t* weights, __m256i* sums) {
   const __m256i mask = _mm256_set1_epi16(15), x = load32(half_line);
-  const __m256i code[4] = {_mm256_and_si256(x, mask),
-                           _mm256_and_si256(_mm256_srli_epi16(x, 8), mask),
-                           _mm256_and_si256(_mm256_srli_epi16(x, 4), mask),
-                           _mm256_srli_epi16(x, 12)};
+  const __m256i code[4] = {
+      _mm256_and_si256(x, mask), _mm256_and_si256(_mm256_srli_epi16(x, 8), mask),
+      _mm256_and_si256(_mm256_srli_epi16(x, 4), mask), _mm256_srli_epi16(x, 12)};
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
     __m256i product[4];
@@ -133,7 +137,8 @@ void accumulate_rows(const uint8_t* codes, const uint8_t* next, int dim, const u
   for (int d = 0; d < dim; d += 8) {
     const int first = (d >> 4) * 64 * kGroups + (d >> 3 & 1) * 32;
     __m256i sums[kRows];
-    for (__m256i& sum : sums) sum = _mm256_setzero_si256();
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) sums[r] = _mm256_setzero_si256();
     if (groups == kAllGroups) {
       for (int g = 0; g < kGroups; ++g) {
         prefetch(next + first + 64 * g);
@@ -145,6 +150,7 @@ void accumulate_rows(const uint8_t* codes, const uint8_t* next, int dim, const u
         multiply_line<kRows>(codes + first + 64 * g, weights + 2 * kGroupTokens * g, sums);
       }
     }
+#pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
       const __m256i total = _mm256_sub_epi32(_mm256_slli_epi32(sums[r], 1),
                                              _mm256_set1_epi32(kFarValueSteps * weight_sums[r]));
@@ -188,20 +194,64 @@ int needed_groups(float* p, int rows, float bound) {
   return groups;
 }
 
-uint64_t above(const float* scores, float bound) {
+inline int count_from(const __m256* x, float bound) {
   const __m256 least = _mm256_set1_ps(bound);
-  uint64_t tokens = 0;
-  for (int t = 0; t < kTileTokens; t += 8)
-    tokens |= static_cast<uint64_t>(_mm256_movemask_ps(
-                  _mm256_cmp_ps(_mm256_loadu_ps(scores + t), least, _CMP_GT_OQ)))
-              << t;
-  return tokens;
+  int count = 0;
+  for (int i = 0; i < 8; ++i)
+    count += __builtin_popcount(_mm256_movemask_ps(_mm256_cmp_ps(x[i], least, _CMP_GE_OQ)));
+  return count;
+}
+
+// A bound that at least `wanted` of 64 scores reach, and not many more; below it when there are
+// not as many.
+float bound_of(const __m256* x, int wanted, float below) {
+  const __m256 none = _mm256_set1_ps(-__builtin_inff()), sign = _mm256_set1_ps(-0.0f);
+  __m256 least = none, most = none;  // of the negative scores, and of the scores
+  for (int i = 0; i < 8; ++i) {
+    const __m256 finite = _mm256_cmp_ps(x[i], none, _CMP_GT_OQ);
+    least = _mm256_max_ps(_mm256_blendv_ps(none, _mm256_xor_ps(x[i], sign), finite), least);
+    most = _mm256_max_ps(x[i], most);
+  }
+  float low = -largest(least), high = largest(most);
+  if (low < below) low = below;
+  if (count_from(x, low) < wanted) return below;
+  for (int i = 0; i < kBoundSteps; ++i) {
+    const float middle = 0.5f * (low + high);
+    const int count = count_from(x, middle);
+    (count < wanted ? high : low) = middle;
+    if (count >= wanted && count <= wanted + wanted / 4) break;
+  }
+  return low;
+}
+
+int select(const float* scores, int64_t stride, int tiles, int wanted, float floor,
+           int16_t* places) {
+  __m256 most[8];
+  for (__m256& x : most) x = _mm256_set1_ps(-__builtin_inff());
+  for (int tile = 0; tile < tiles; ++tile)
+    for (int i = 0; i < 8; ++i)
+      most[i] = _mm256_max_ps(_mm256_loadu_ps(scores + tile * stride + 8 * i), most[i]);
+  // The greatest of every place of a tile are different tokens.
+  const __m256 bound = _mm256_set1_ps(bound_of(most, wanted, floor)), above = _mm256_set1_ps(floor);
+  int count = 0;
+  for (int tile = 0; tile < tiles; ++tile) {
+    uint64_t tokens = 0;
+    for (int i = 0; i < 8; ++i) {
+      const __m256 x = _mm256_loadu_ps(scores + tile * stride + 8 * i);
+      const __m256 found =
+          _mm256_and_ps(_mm256_cmp_ps(x, bound, _CMP_GE_OQ), _mm256_cmp_ps(x, above, _CMP_GT_OQ));
+      tokens |= static_cast<uint64_t>(_mm256_movemask_ps(found)) << 8 * i;
+    }
+    for (; tokens; tokens &= tokens - 1)
+      places[count++] = static_cast<int16_t>(kTileTokens * tile + __builtin_ctzll(tokens));
+  }
+  return count;
 }
 
 }  // namespace
 
 const FarAttentionKernels far_attention{score_fp8, weigh_middles, accumulate_int4, needed_groups,
-                                        above};
+                                        select};
 
 }  // namespace kvq::avx2
 KVQ_TARGET_END

@@ -20,8 +20,7 @@ inline __m256 magnitude(__m256 x) {
 
 float largest(const float* x, int dim) {
   __m256 most = _mm256_setzero_ps();
-  for (int d = 0; d < dim; d += 8)
-    most = _mm256_max_ps(magnitude(_mm256_loadu_ps(x + d)), most);
+  for (int d = 0; d < dim; d += 8) most = _mm256_max_ps(magnitude(_mm256_loadu_ps(x + d)), most);
   return largest(most);
 }
 
@@ -38,8 +37,7 @@ void range(const float* x, int dim, float* low, float* high) {
 
 // Eight integers below 256 as bytes.
 inline void store_bytes(uint8_t* p, __m256i v) {
-  const __m128i words =
-      _mm_packus_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+  const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
   _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
 }
 
@@ -53,12 +51,12 @@ inline __m256i to_e4m3(__m256 x) {
       _mm256_sub_epi32(_mm256_castps_si256(_mm256_add_ps(a, shift)), _mm256_castps_si256(shift));
   const __m256i bits = _mm256_castps_si256(a);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 20), _mm256_set1_epi32(1));
-  const __m256i rounded = _mm256_add_epi32(
-      _mm256_sub_epi32(bits, _mm256_set1_epi32((120 << 23) - 0x7FFFF)), odd);
+  const __m256i rounded =
+      _mm256_add_epi32(_mm256_sub_epi32(bits, _mm256_set1_epi32((120 << 23) - 0x7FFFF)), odd);
   const __m256i small =
       _mm256_castps_si256(_mm256_cmp_ps(a, _mm256_set1_ps(1.0f / 64.0f), _CMP_LT_OQ));
-  return _mm256_or_si256(
-      sign, _mm256_blendv_epi8(_mm256_srli_epi32(rounded, 20), subnormal, small));
+  return _mm256_or_si256(sign,
+                         _mm256_blendv_epi8(_mm256_srli_epi32(rounded, 20), subnormal, small));
 }
 
 void write_fp8(const float* x, int dim, float scale, uint8_t* codes) {
@@ -82,8 +80,8 @@ void write_int4(const float* x, int dim, float middle, float scale, uint8_t* cod
   for (int d = 0; d < dim; d += 8) {
     const __m256 offset = _mm256_sub_ps(_mm256_loadu_ps(x + d), center);
     const __m256 place = _mm256_add_ps(_mm256_div_ps(offset, step), half);
-    store_bytes(codes + d, _mm256_cvtps_epi32(
-                               _mm256_min_ps(_mm256_max_ps(place, _mm256_setzero_ps()), most)));
+    store_bytes(codes + d,
+                _mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(place, _mm256_setzero_ps()), most)));
   }
 }
 

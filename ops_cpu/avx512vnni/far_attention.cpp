@@ -14,7 +14,8 @@ KVQ_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx2,
 namespace kvq::avx512vnni {
 namespace {
 
-constexpr int kBlock = 4;  // rows that share one decoding
+constexpr int kBlock = 4;       // rows that share one decoding
+constexpr int kBoundSteps = 8;  // halvings of the range of scores
 
 // The bytes of the bfloat16 of every E4M3 magnitude.
 struct BfloatBytes {
@@ -60,8 +61,10 @@ void score_rows(const uint8_t* codes, const uint8_t* next, const uint16_t* key_s
   const Fp8Decoder decode;
   for (int t = 0; t < kTileTokens; t += 16) {
     __m512 sum[kRows][4];
-    for (auto& row : sum)
-      for (__m512& s : row) s = _mm512_setzero_ps();
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) sum[r][j] = _mm512_setzero_ps();
     for (int c = 0; c < dim; c += 4, codes += 64, next += 64) {
       prefetch(next);
       __m512 key[4];
@@ -73,9 +76,10 @@ void score_rows(const uint8_t* codes, const uint8_t* next, const uint16_t* key_s
           sum[r][j] = _mm512_fmadd_ps(_mm512_set1_ps(query[r * dim + c + j]), key[j], sum[r][j]);
     }
     const __m512 scale = load16(key_scales, Float::kFloat16, t);
+#pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
-      const __m512 total = _mm512_add_ps(_mm512_add_ps(sum[r][0], sum[r][1]),
-                                         _mm512_add_ps(sum[r][2], sum[r][3]));
+      const __m512 total =
+          _mm512_add_ps(_mm512_add_ps(sum[r][0], sum[r][1]), _mm512_add_ps(sum[r][2], sum[r][3]));
       _mm512_storeu_ps(scores + r * kTileTokens + t, _mm512_mul_ps(total, scale));
     }
   }
@@ -137,8 +141,10 @@ void accumulate_rows(const uint8_t* codes, const uint8_t* next, int dim, const u
   constexpr int kGroups = kTileTokens / kGroupTokens;
   for (int d = 0; d < dim; d += 16, codes += 64 * kGroups, next += 64 * kGroups) {
     __m512i sums[kRows][2][2];
-    for (auto& row : sums)
-      for (auto& unit : row) unit[0] = unit[1] = _mm512_setzero_si512();
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 2
+      for (int u = 0; u < 2; ++u) sums[r][u][0] = sums[r][u][1] = _mm512_setzero_si512();
     if (groups == kAllGroups) {
 #pragma GCC unroll 8
       for (int g = 0; g < kGroups; ++g) {
@@ -151,6 +157,7 @@ void accumulate_rows(const uint8_t* codes, const uint8_t* next, int dim, const u
         multiply_line<kRows>(codes + 64 * g, weights + 2 * kGroupTokens * g, sums);
       }
     }
+#pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
       const __m512i low = _mm512_add_epi32(sums[r][0][0], sums[r][1][0]);
       const __m512i high = _mm512_add_epi32(sums[r][0][1], sums[r][1][1]);
@@ -185,8 +192,8 @@ int needed_groups(float* p, int rows, float bound) {
   for (int i = 0; i < 4; ++i) {
     unsigned tokens = 0;
     for (int r = 0; r < rows; ++r)
-      tokens |= _mm512_cmp_ps_mask(_mm512_loadu_ps(p + r * kTileTokens + 16 * i), least,
-                                   _CMP_NLT_UQ);
+      tokens |=
+          _mm512_cmp_ps_mask(_mm512_loadu_ps(p + r * kTileTokens + 16 * i), least, _CMP_NLT_UQ);
     groups |= ((tokens & 255) != 0) << 2 * i | (tokens >> 8 != 0) << (2 * i + 1);
   }
   if (groups == kAllGroups) return groups;
@@ -197,20 +204,64 @@ int needed_groups(float* p, int rows, float bound) {
   return groups;
 }
 
-uint64_t above(const float* scores, float bound) {
+inline int count_from(const __m512* x, float bound) {
   const __m512 least = _mm512_set1_ps(bound);
-  uint64_t tokens = 0;
+  int count = 0;
   for (int i = 0; i < 4; ++i)
-    tokens |= static_cast<uint64_t>(
-                  _mm512_cmp_ps_mask(_mm512_loadu_ps(scores + 16 * i), least, _CMP_GT_OQ))
-              << 16 * i;
-  return tokens;
+    count += __builtin_popcount(_mm512_cmp_ps_mask(x[i], least, _CMP_GE_OQ));
+  return count;
+}
+
+// A bound that at least `wanted` of 64 scores reach, and not many more; below it when there are
+// not as many.
+float bound_of(const __m512* x, int wanted, float below) {
+  const __m512 none = _mm512_set1_ps(-__builtin_inff());
+  __m512 least = _mm512_set1_ps(__builtin_inff()), most = none;
+  for (int i = 0; i < 4; ++i) {
+    const __mmask16 finite = _mm512_cmp_ps_mask(x[i], none, _CMP_GT_OQ);
+    least = _mm512_mask_min_ps(least, finite, x[i], least);
+    most = _mm512_max_ps(x[i], most);
+  }
+  float low = _mm512_reduce_min_ps(least), high = _mm512_reduce_max_ps(most);
+  if (low < below) low = below;
+  if (count_from(x, low) < wanted) return below;
+  for (int i = 0; i < kBoundSteps; ++i) {
+    const float middle = 0.5f * (low + high);
+    const int count = count_from(x, middle);
+    (count < wanted ? high : low) = middle;
+    if (count >= wanted && count <= wanted + wanted / 4) break;
+  }
+  return low;
+}
+
+int select(const float* scores, int64_t stride, int tiles, int wanted, float floor,
+           int16_t* places) {
+  __m512 most[4];
+  for (__m512& x : most) x = _mm512_set1_ps(-__builtin_inff());
+  for (int tile = 0; tile < tiles; ++tile)
+    for (int i = 0; i < 4; ++i)
+      most[i] = _mm512_max_ps(_mm512_loadu_ps(scores + tile * stride + 16 * i), most[i]);
+  // The greatest of every place of a tile are different tokens.
+  const __m512 bound = _mm512_set1_ps(bound_of(most, wanted, floor)), above = _mm512_set1_ps(floor);
+  int count = 0;
+  for (int tile = 0; tile < tiles; ++tile) {
+    uint64_t tokens = 0;
+    for (int i = 0; i < 4; ++i) {
+      const __m512 x = _mm512_loadu_ps(scores + tile * stride + 16 * i);
+      const __mmask16 found =
+          _mm512_mask_cmp_ps_mask(_mm512_cmp_ps_mask(x, bound, _CMP_GE_OQ), x, above, _CMP_GT_OQ);
+      tokens |= static_cast<uint64_t>(found) << 16 * i;
+    }
+    for (; tokens; tokens &= tokens - 1)
+      places[count++] = static_cast<int16_t>(kTileTokens * tile + __builtin_ctzll(tokens));
+  }
+  return count;
 }
 
 }  // namespace
 
 const FarAttentionKernels far_attention{score_fp8, weigh_middles, accumulate_int4, needed_groups,
-                                        above};
+                                        select};
 
 }  // namespace kvq::avx512vnni
 KVQ_TARGET_END

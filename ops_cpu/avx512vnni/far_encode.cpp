@@ -46,8 +46,8 @@ inline __m512i to_e4m3(__m512 x) {
       _mm512_sub_epi32(_mm512_castps_si512(_mm512_add_ps(a, shift)), _mm512_castps_si512(shift));
   const __m512i bits = _mm512_castps_si512(a);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 20), _mm512_set1_epi32(1));
-  const __m512i rounded = _mm512_add_epi32(
-      _mm512_sub_epi32(bits, _mm512_set1_epi32((120 << 23) - 0x7FFFF)), odd);
+  const __m512i rounded =
+      _mm512_add_epi32(_mm512_sub_epi32(bits, _mm512_set1_epi32((120 << 23) - 0x7FFFF)), odd);
   const __mmask16 small = _mm512_cmp_ps_mask(a, _mm512_set1_ps(1.0f / 64.0f), _CMP_LT_OQ);
   return _mm512_or_si512(sign,
                          _mm512_mask_mov_epi32(_mm512_srli_epi32(rounded, 20), small, subnormal));
@@ -74,8 +74,8 @@ void write_int4(const float* x, int dim, float middle, float scale, uint8_t* cod
   for (int d = 0; d < dim; d += 16) {
     const __m512 offset = _mm512_sub_ps(_mm512_loadu_ps(x + d), center);
     const __m512 place = _mm512_add_ps(_mm512_div_ps(offset, step), half);
-    store_bytes(codes + d, _mm512_cvtps_epi32(
-                               _mm512_min_ps(_mm512_max_ps(place, _mm512_setzero_ps()), most)));
+    store_bytes(codes + d,
+                _mm512_cvtps_epi32(_mm512_min_ps(_mm512_max_ps(place, _mm512_setzero_ps()), most)));
   }
 }
 

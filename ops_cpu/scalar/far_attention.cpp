@@ -64,15 +64,18 @@ int needed_groups(float* p, int rows, float bound) {
   return groups;
 }
 
-uint64_t above(const float* scores, float bound) {
-  uint64_t tokens = 0;
-  for (int t = 0; t < kTileTokens; ++t) tokens |= static_cast<uint64_t>(scores[t] > bound) << t;
-  return tokens;
+int select(const float* scores, int64_t stride, int tiles, int, float floor, int16_t* places) {
+  int count = 0;
+  for (int tile = 0; tile < tiles; ++tile)
+    for (int t = 0; t < kTileTokens; ++t)
+      if (scores[tile * stride + t] > floor)
+        places[count++] = static_cast<int16_t>(kTileTokens * tile + t);
+  return count;
 }
 
 }  // namespace
 
 const FarAttentionKernels far_attention{score_fp8, weigh_middles, accumulate_int4, needed_groups,
-                                        above};
+                                        select};
 
 }  // namespace kvq::scalar
