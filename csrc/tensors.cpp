@@ -13,6 +13,8 @@ int32_t shim_type(ScalarType type) {
       return aoti_torch_dtype_float16();
     case ScalarType::BFloat16:
       return aoti_torch_dtype_bfloat16();
+    case ScalarType::Int:
+      return aoti_torch_dtype_int32();
     default:
       return aoti_torch_dtype_uint8();
   }

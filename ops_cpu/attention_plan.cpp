@@ -47,11 +47,14 @@ Plan::Plan(const AttentionCall& call)
       const Row row = read_row(c.lengths, b);
       tiles = std::max(tiles, row.tiles - first_tile(c, row));
     }
-  const int64_t most = (tiles + kMinTilesPerSplit - 1) / kMinTilesPerSplit;
-  const int64_t count = std::max<int64_t>(items(), 1);
-  splits = std::min(most, (kWantedUnits + count - 1) / count);
+  splits = rotated = share(tiles, kMinTilesPerSplit);
   parts = splits + 1;
   partial_stride = c.layout.value_dim + 2;
+}
+
+int64_t Plan::share(int64_t count, int64_t least) const {
+  const int64_t units = std::max<int64_t>(items(), 1);
+  return std::min((count + least - 1) / least, (kWantedUnits + units - 1) / units);
 }
 
 void merge_row(const Kernels& kernels, const Plan& plan, const float* partial, int64_t part_stride,
@@ -70,21 +73,20 @@ void merge_row(const Kernels& kernels, const Plan& plan, const float* partial, i
     std::fill_n(out, dim, 0.0f);
     c.lse[index] = kNegativeInfinity;
   } else {
-    for (int64_t s = 0; s < plan.splits; ++s) {
+    float exact[kMaxHeadDim];
+    std::fill_n(exact, dim, 0.0f);
+    for (int64_t s = 0; s < plan.parts; ++s) {
       const float* part = partial + s * part_stride;
       const float weight = exp2_nonpositive(part[dim] - max);
       if (weight == 0.0f) continue;
       sum = sum + weight * part[dim + 1];
-      for (int d = 0; d < dim; ++d) tiles[d] = tiles[d] + weight * part[d];
+      float* sums = s < plan.rotated ? tiles : exact;
+      for (int d = 0; d < dim; ++d) sums[d] = sums[d] + weight * part[d];
     }
-    if (plan.splits > 0) kernels.transform->fwht_inverse(tiles, rotation(dim));
-    const float* exact = partial + plan.splits * part_stride;
-    const float weight = exp2_nonpositive(exact[dim] - max);
-    sum = sum + weight * exact[dim + 1];
+    if (plan.rotated > 0) kernels.transform->fwht_inverse(tiles, rotation(dim));
     const float* signs = value_signs();
     const float inverse = 1.0f / sum;
-    for (int d = 0; d < dim; ++d)
-      out[d] = (tiles[d] * signs[d] + (weight > 0.0f ? weight * exact[d] : 0.0f)) * inverse;
+    for (int d = 0; d < dim; ++d) out[d] = (tiles[d] * signs[d] + exact[d]) * inverse;
     c.lse[index] = (max + std::log2(sum)) * kLn2;
   }
   auto* to = static_cast<uint8_t*>(c.out) + index * dim * size_of(c.query_type);

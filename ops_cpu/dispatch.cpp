@@ -10,14 +10,31 @@ namespace kvq {
 namespace {
 
 struct Tiers {
-  const Kernels scalar{"scalar",         &scalar::transform,        &scalar::encode,
-                       &scalar::softmax, &scalar::packed_attention, &scalar::exact_attention};
+  const Kernels scalar{"scalar",
+                       &scalar::transform,
+                       &scalar::encode,
+                       &scalar::softmax,
+                       &scalar::packed_attention,
+                       &scalar::exact_attention,
+                       &scalar::far_encode,
+                       &scalar::far_attention};
 #if defined(__x86_64__)
-  const Kernels avx2{"avx2",         &avx2::transform,        &avx2::encode,
-                     &avx2::softmax, &avx2::packed_attention, &avx2::exact_attention};
-  const Kernels avx512vnni{
-      "avx512vnni",         &avx512vnni::transform,        &avx512vnni::encode,
-      &avx512vnni::softmax, &avx512vnni::packed_attention, &avx512vnni::exact_attention};
+  const Kernels avx2{"avx2",
+                     &avx2::transform,
+                     &avx2::encode,
+                     &avx2::softmax,
+                     &avx2::packed_attention,
+                     &avx2::exact_attention,
+                     &avx2::far_encode,
+                     &avx2::far_attention};
+  const Kernels avx512vnni{"avx512vnni",
+                           &avx512vnni::transform,
+                           &avx512vnni::encode,
+                           &avx512vnni::softmax,
+                           &avx512vnni::packed_attention,
+                           &avx512vnni::exact_attention,
+                           &avx512vnni::far_encode,
+                           &avx512vnni::far_attention};
 #endif
   const Kernels* list[8] = {};
 
@@ -25,7 +42,8 @@ struct Tiers {
     int n = 0;
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                          __builtin_cpu_supports("f16c");
     if (has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi"))

@@ -69,8 +69,8 @@ struct PackedAttentionKernels {
   // out[rows, 64] = scores * (key_scale * unit) + mean.
   void (*scale_scores)(const int32_t* scores, const uint16_t* key_scales, const float* units,
                        const float* means, int rows, float* out);
-  // Integers of p * value_scale, ordered within each four tokens like a query, their sums if the
-  // tier's accumulate_tile needs them, and their units, 0 when all are zero.
+  // Integers of p * value_scale, ordered within each four tokens like a query, their sums and
+  // their units, 0 when all are zero.
   void (*quantize_weights)(const float* p, const uint16_t* value_scales, bool exact, int rows,
                            void* out, int32_t* sums, float* units);
   // acc[rows, dim] += unit * sum over tokens of level * weight, prefetching `next`.
@@ -90,6 +90,45 @@ struct ExactAttentionKernels {
                            const float* p, int rows, bool skip_zero, float* acc);
 };
 
+// Steps between the 16 levels of a far value, the odd numbers from -15 to 15.
+constexpr int kFarValueSteps = 15;
+
+// A far token is encoded alone; its vector has `dim` channels without NaN.
+struct FarEncodeKernels {
+  float (*largest)(const float* x, int dim);  // magnitude
+  void (*range)(const float* x, int dim, float* low, float* high);
+  // E4M3 codes of x / scale, saturated; those of 0 when the scale is 0.
+  void (*write_fp8)(const float* x, int dim, float scale, uint8_t* codes);
+  // Codes of the levels nearest to (x - middle) / scale; 8 when the scale is 0.
+  void (*write_int4)(const float* x, int dim, float middle, float scale, uint8_t* codes);
+};
+
+// Tokens whose values are read or left together: what a line of value codes holds.
+constexpr int kGroupTokens = 8;
+constexpr int kSelectTiles = 16;
+constexpr int kAllGroups = (1 << (kTileTokens / kGroupTokens)) - 1;
+
+struct FarAttentionKernels {
+  // scores[rows, 64] = <query, key> of a tile of fp8 keys. The products of channels c, c + 4, ...
+  // are added by fused multiply-add, the four sums as (0 + 1) + (2 + 3), times the scale.
+  void (*score_fp8)(const uint8_t* codes, const uint8_t* next, const uint16_t* key_scales, int dim,
+                    const float* query, int rows, float* scores);
+  // offsets[rows] = sum over tokens of p * middle.
+  void (*weigh_middles)(const float* p, const uint16_t* middles, int rows, float* offsets);
+  // acc[rows, dim] += unit * sum over tokens of level * weight + offset. The weights are those of
+  // quantize_weights in exact mode; values of groups whose bit is not set are not read.
+  void (*accumulate_int4)(const uint8_t* codes, const uint8_t* next, int dim, const void* weights,
+                          const int32_t* sums, const float* units, const float* offsets, int groups,
+                          int rows, float* acc);
+  // The groups in which a row has a weight of at least `bound`, or NaN; weights of others become 0.
+  int (*needed_groups)(float* p, int rows, float bound);
+  // Places of scores above `floor`, in order, the `wanted` greatest among them; others may be left
+  // out. The scores are 64 for each of up to kSelectTiles tiles, `stride` apart, a place is
+  // 64 * tile + token. Returns how many.
+  int (*select)(const float* scores, int64_t stride, int tiles, int wanted, float floor,
+                int16_t* places);
+};
+
 struct Kernels {
   const char* name;
   const TransformKernels* transform;
@@ -97,6 +136,8 @@ struct Kernels {
   const SoftmaxKernels* softmax;
   const PackedAttentionKernels* packed;
   const ExactAttentionKernels* exact;
+  const FarEncodeKernels* far_encode;
+  const FarAttentionKernels* far;
 };
 
 namespace scalar {
@@ -105,6 +146,8 @@ extern const EncodeKernels encode;
 extern const SoftmaxKernels softmax;
 extern const PackedAttentionKernels packed_attention;
 extern const ExactAttentionKernels exact_attention;
+extern const FarEncodeKernels far_encode;
+extern const FarAttentionKernels far_attention;
 }  // namespace scalar
 namespace avx2 {
 extern const TransformKernels transform;
@@ -112,6 +155,8 @@ extern const EncodeKernels encode;
 extern const SoftmaxKernels softmax;
 extern const PackedAttentionKernels packed_attention;
 extern const ExactAttentionKernels exact_attention;
+extern const FarEncodeKernels far_encode;
+extern const FarAttentionKernels far_attention;
 }  // namespace avx2
 namespace avx512vnni {
 extern const TransformKernels transform;
@@ -119,6 +164,8 @@ extern const EncodeKernels encode;
 extern const SoftmaxKernels softmax;
 extern const PackedAttentionKernels packed_attention;
 extern const ExactAttentionKernels exact_attention;
+extern const FarEncodeKernels far_encode;
+extern const FarAttentionKernels far_attention;
 }  // namespace avx512vnni
 
 // Tables of this machine, fastest first, ended by null.

@@ -14,6 +14,7 @@ from torch_kvq._ops import (
     quantize_tile,
     quantize_tile_,
 )
+from torch_kvq._tiered_ops import dequantize_far, quantize_far, tiered_attention
 from torch_kvq.cache import KVQLayer, MemoryReport
 
 if TYPE_CHECKING:
@@ -28,13 +29,16 @@ __all__ = [
     "MemoryReport",
     "cpu_capabilities",
     "cpu_capability",
+    "dequantize_far",
     "dequantize_tile",
     "estimate",
     "fwht",
     "key_balance",
     "lut_attention",
+    "quantize_far",
     "quantize_tile",
     "quantize_tile_",
+    "tiered_attention",
 ]
 
 

@@ -243,6 +243,27 @@ def check_pages(block_table: Tensor, row: int, first: int, end: int, total: int)
     return ids
 
 
+def check_far_input(key: Tensor, value: Tensor) -> formats.FarFormat:
+    """Check the input of the far encoder and return its record format."""
+    check_new_tokens(key, value)
+    check_shape("key", key, (2, formats.TILE_TOKENS, "tokens of a tile"))
+    check_same_device(key=key, value=value)
+    return formats.FarFormat(key.shape[3], value.shape[3])
+
+
+def check_far_records(
+    tiles: Tensor, key_dim: int, value_dim: int, dtype: torch.dtype
+) -> formats.FarFormat:
+    """Check far records that are decoded and return their format."""
+    check_rank(3, tiles=tiles)
+    check_dtype(torch.uint8, tiles=tiles)
+    if dtype not in FLOATS:
+        raise ValueError(f"dtype must be float32, float16 or bfloat16, got {dtype}")
+    layout = formats.FarFormat(key_dim, value_dim)
+    check_shape("tiles", tiles, (2, layout.record_bytes, "record_bytes"))
+    return layout
+
+
 def check_columns(attn_mask: Tensor, positions: int) -> None:
     """Raise ValueError for a mask with fewer columns than the longest row has positions."""
     if attn_mask.shape[3] < positions:

@@ -1,7 +1,8 @@
 """The operators of ``torch.ops.kvq``: schema, fake kernel, reference and typed wrapper of each.
 
 A schema lives here and nowhere else. The reference (`torch_kvq.reference`) is registered for every
-backend; the compiled kernels of `csrc/` replace it on the CPU.
+backend; the compiled kernels of `csrc/` replace it on the CPU. Those of two-tier layers are in
+`torch_kvq._tiered_ops`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch_kvq.formats import TILE_TOKENS, check_bits
 _library = torch.library.Library("kvq", "FRAGMENT")
 
 
-def _define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Define an operator by its schema, with its reference and its fake kernel."""
     _library.define(schema)
     name = schema[: schema.index("(")]
     _library.impl(name, implementation, "CompositeExplicitAutograd")
@@ -30,7 +32,7 @@ def _fwht_fake(x: Tensor, signs: Tensor | None = None, inverse: bool = False) ->
     return x.new_empty(x.shape)
 
 
-_define(
+define(
     "fwht(Tensor x, Tensor? signs=None, bool inverse=False) -> Tensor", reference.fwht, _fwht_fake
 )
 
@@ -65,7 +67,7 @@ def _key_balance_fake(key: Tensor) -> Tensor:
     return key.new_empty((key.shape[0], key.shape[1], key.shape[3]), dtype=torch.float32)
 
 
-_define("key_balance(Tensor key) -> Tensor", reference.key_balance, _key_balance_fake)
+define("key_balance(Tensor key) -> Tensor", reference.key_balance, _key_balance_fake)
 
 
 def key_balance(key: Tensor) -> Tensor:
@@ -94,7 +96,7 @@ def _quantize_tile_fake(
     return key.new_empty((key.shape[0], key.shape[1], layout.record_bytes), dtype=torch.uint8)
 
 
-_define(
+define(
     "quantize_tile(Tensor key, Tensor value, Tensor balance, int key_bits, int value_bits) "
     "-> Tensor",
     reference.quantize_tile,
@@ -160,7 +162,7 @@ def _quantize_tile_mut_fake(
     )
 
 
-_define(
+define(
     "quantize_tile_(Tensor(a!) tiles, Tensor block_table, Tensor(b!) balance, "
     "Tensor(c!) exact_key, Tensor(d!) exact_value, Tensor(e!) lengths, Tensor key, Tensor value, "
     "int key_bits, int value_bits, int sink_tokens=4, SymInt residual_length=64, "
@@ -243,7 +245,7 @@ def _dequantize_tile_fake(
     return key, tiles.new_empty((*shape, value_dim), dtype=dtype)
 
 
-_define(
+define(
     "dequantize_tile(Tensor tiles, Tensor balance, int key_bits, int value_bits, int value_dim, "
     "ScalarType dtype=float32) -> (Tensor, Tensor)",
     reference.dequantize_tile,
@@ -327,7 +329,7 @@ def _lut_attention_fake(
     )
 
 
-_define(
+define(
     "lut_attention(Tensor query, Tensor tiles, Tensor block_table, Tensor balance, "
     "Tensor exact_key, Tensor exact_value, Tensor lengths, Tensor? attn_mask=None, *, "
     "int key_bits=4, int value_bits=4, int sink_tokens=4, float? scale=None, "

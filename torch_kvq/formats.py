@@ -52,6 +52,20 @@ LEVELS_PER_SIGMA: dict[int, float] = {4: 63 / 2.732507, 3: 31 / 2.151925, 2: 10 
 START, LENGTH, QUANTIZED = 0, 1, 2
 """Columns of ``lengths``: left padding, positions with padding, tokens that are in tiles."""
 
+FAR_FORMATS = ("fp8-int4", "tile4")
+"""Formats of the far tier: a record of `FarFormat`, or a tile of 4-bit codes."""
+
+FP8_MAX = 448.0
+"""Largest value of E4M3."""
+
+FAR_VALUE_STEPS = 15
+"""Steps between the lowest and the highest of 16 evenly spaced value levels."""
+
+SKIPPED_BELOW = 16.0
+"""A value whose weight is below exp(-16) of the greatest is not read, see `tiered_attention`."""
+
+MAX_CANDIDATES = 64
+
 _SIGN_SEED = {"key": 0x6B65797300000001, "value": 0x76616C7500000001}
 _WORD = 2**64 - 1
 
@@ -145,6 +159,94 @@ class TileFormat:
     def bytes_per_token(self) -> float:
         """Bytes of one token of one KV head, keys, values and all metadata."""
         return self.record_bytes / TILE_TOKENS
+
+
+@dataclass(frozen=True)
+class FarFormat:
+    """Layout of one far record: a tile of 64 tokens of one KV head, fp8 keys and int4 values.
+
+    Offsets and sizes are in bytes; no part needs padding.
+
+    Example:
+        >>> FarFormat(key_dim=128, value_dim=128).record_bytes
+        12672
+        >>> FarFormat(128, 128).bytes_per_token, FarFormat(64, 64).bytes_per_token
+        (198.0, 102.0)
+    """
+
+    key_dim: int
+    value_dim: int
+
+    def __post_init__(self) -> None:
+        check_head_dim("key_dim", self.key_dim)
+        check_head_dim("value_dim", self.value_dim)
+
+    @property
+    def key_scale_offset(self) -> int:
+        """First byte of the key scales, float16 ``[64]``."""
+        return 0
+
+    @property
+    def key_code_offset(self) -> int:
+        """First byte of the key codes, E4M3."""
+        return 2 * TILE_TOKENS
+
+    @property
+    def key_code_bytes(self) -> int:
+        """Bytes of the key codes."""
+        return TILE_TOKENS * self.key_dim
+
+    @property
+    def value_scale_offset(self) -> int:
+        """First byte of the value scales, float16 ``[64]``."""
+        return self.key_code_offset + self.key_code_bytes
+
+    @property
+    def value_middle_offset(self) -> int:
+        """First byte of the middles of the values' ranges, float16 ``[64]``."""
+        return self.value_scale_offset + 2 * TILE_TOKENS
+
+    @property
+    def value_code_offset(self) -> int:
+        """First byte of the value codes, int4."""
+        return self.value_middle_offset + 2 * TILE_TOKENS
+
+    @property
+    def value_code_bytes(self) -> int:
+        """Bytes of the value codes."""
+        return TILE_TOKENS * self.value_dim // 2
+
+    @property
+    def record_bytes(self) -> int:
+        """Size of a record, a multiple of 64 bytes."""
+        return self.value_code_offset + self.value_code_bytes
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of one token of one KV head, keys, values and all metadata."""
+        return self.record_bytes / TILE_TOKENS
+
+
+def far_record_bytes(far: str, key_dim: int, value_dim: int) -> int:
+    """Bytes of a record of the far tier.
+
+    Args:
+        far: ``"fp8-int4"``, or ``"tile4"`` for the tiles of `lut_attention` at 4 bits.
+        key_dim: channels of a key.
+        value_dim: channels of a value.
+
+    Raises:
+        ValueError: another format or dim.
+
+    Example:
+        >>> far_record_bytes("fp8-int4", 64, 64), far_record_bytes("tile4", 64, 64)
+        (6528, 4480)
+    """
+    if far not in FAR_FORMATS:
+        raise ValueError(f"far must be 'fp8-int4' or 'tile4', got {far!r}")
+    if far == "tile4":
+        return TileFormat(key_dim, value_dim, 4, 4).record_bytes
+    return FarFormat(key_dim, value_dim).record_bytes
 
 
 def check_head_dim(name: str, dim: int) -> None:

@@ -20,6 +20,29 @@ inline void prefetch_token(const uint8_t* p, int64_t bytes) {
   for (int64_t b = 0; b < bytes; b += 64) prefetch(p + b);
 }
 
+// Scores of four tokens with some rows: each register of keys is converted once for all of them.
+template <Float kType, int kRows>
+void score_four(const uint8_t* const* key, int dim, const float* query, float* scores) {
+  constexpr int kTokens = 4;
+  __m512 sum[kRows][kTokens];
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) sum[r][j] = _mm512_setzero_ps();
+  for (int d = 0; d < dim; d += 16) {
+    __m512 k[kTokens];
+    for (int i = 0; i < kTokens; ++i) k[i] = load16(key[i], kType, d);
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      const __m512 q = _mm512_loadu_ps(query + r * dim + d);
+      for (int i = 0; i < kTokens; ++i)
+        sum[r][i] = _mm512_add_ps(sum[r][i], _mm512_mul_ps(q, k[i]));
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) _mm_storeu_ps(scores + r * kTileTokens, fold4(sum[r]));
+}
+
 // Scores of four tokens, whose keys stay in the first cache, with every row.
 template <Float kType>
 void score_exact_as(const void* keys, int64_t stride, int tokens, int dim, const float* query,
@@ -37,16 +60,12 @@ void score_exact_as(const void* keys, int64_t stride, int tokens, int dim, const
     const uint8_t* key[kTokens];
     for (int i = 0; i < kTokens; ++i)
       key[i] = first + (t + i < tokens ? t + i : tokens - 1) * key_step;
-    for (int r = 0; r < rows; ++r) {
-      const float* q = query + r * dim;
-      __m512 sum[kTokens];
-      for (int i = 0; i < kTokens; ++i) sum[i] = _mm512_setzero_ps();
-      for (int d = 0; d < dim; d += 16) {
-        const __m512 a = _mm512_loadu_ps(q + d);
-        for (int i = 0; i < kTokens; ++i)
-          sum[i] = _mm512_add_ps(sum[i], _mm512_mul_ps(a, load16(key[i], kType, d)));
-      }
-      _mm_storeu_ps(scores + r * kTileTokens + t, fold4(sum));
+    for (int r = 0; r < rows; r += 4) {
+      const auto score = rows - r == 1   ? score_four<kType, 1>
+                         : rows - r == 2 ? score_four<kType, 2>
+                         : rows - r == 3 ? score_four<kType, 3>
+                                         : score_four<kType, 4>;
+      score(key, dim, query + r * dim, scores + r * kTileTokens + t);
     }
   }
 }
@@ -65,17 +84,24 @@ template <Float kType, int kRows, int kVectors>
 void accumulate_exact_rows(const uint8_t* values, int64_t step, int tokens, int first, int dim,
                            const float* p, float* acc) {
   __m512 a[kRows][kVectors];
+#pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
     for (int i = 0; i < kVectors; ++i) a[r][i] = _mm512_loadu_ps(acc + r * dim + first + 16 * i);
   for (int t = 0; t < tokens; ++t) {
     __m512 v[kVectors];
+#pragma GCC unroll 4
     for (int i = 0; i < kVectors; ++i) v[i] = load16(values + t * step, kType, first + 16 * i);
+#pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
       const __m512 w = _mm512_set1_ps(p[r * kTileTokens + t]);
+#pragma GCC unroll 4
       for (int i = 0; i < kVectors; ++i) a[r][i] = _mm512_add_ps(a[r][i], _mm512_mul_ps(w, v[i]));
     }
   }
+#pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
     for (int i = 0; i < kVectors; ++i) _mm512_storeu_ps(acc + r * dim + first + 16 * i, a[r][i]);
 }
 

@@ -313,7 +313,8 @@ void store_weights(const __m512i* w, bool exact, void* out) {
   _mm512_storeu_si512(out, _mm512_permutexvar_epi32(order, bytes));
 }
 
-inline float quantize_row(const float* p, const __m512* scales, bool exact, void* out) {
+inline float quantize_row(const float* p, const __m512* scales, bool exact, void* out,
+                          int32_t* sum) {
   __m512 u[4], max = _mm512_setzero_ps();
   for (int i = 0; i < 4; ++i) {
     const __m512 w = _mm512_loadu_ps(p + 16 * i);
@@ -327,19 +328,20 @@ inline float quantize_row(const float* p, const __m512* scales, bool exact, void
   const __m512 inverse = _mm512_set1_ps(any ? limit / most : 0.0f);
   __m512i integers[4];
   for (int i = 0; i < 4; ++i) integers[i] = _mm512_cvtps_epi32(_mm512_mul_ps(u[i], inverse));
+  *sum = _mm512_reduce_add_epi32(_mm512_add_epi32(_mm512_add_epi32(integers[0], integers[1]),
+                                                  _mm512_add_epi32(integers[2], integers[3])));
   store_weights(integers, exact, out);
   return any ? most / limit : 0.0f;
 }
 
-// Levels are signed here, and nothing has to be taken off: the sums stay unused.
 void quantize_weights(const float* p, const uint16_t* value_scales, bool exact, int rows, void* out,
-                      int32_t*, float* units) {
+                      int32_t* sums, float* units) {
   __m512 scales[4];
   for (int i = 0; i < 4; ++i) scales[i] = load16(value_scales, Float::kFloat16, 16 * i);
   auto* bytes = static_cast<uint8_t*>(out);
   for (int r = 0; r < rows; ++r)
     units[r] = quantize_row(p + r * kTileTokens, scales, exact,
-                            bytes + r * kTileTokens * integer_bytes(exact));
+                            bytes + r * kTileTokens * integer_bytes(exact), sums + r);
 }
 
 }  // namespace

@@ -3,16 +3,21 @@
 from torch_kvq.reference.append import check_append, quantize_tile_
 from torch_kvq.reference.decode import check_records, dequantize_tile
 from torch_kvq.reference.encode import key_balance, quantize_tile
+from torch_kvq.reference.far import dequantize_far, quantize_far
 from torch_kvq.reference.fwht import fwht
 from torch_kvq.reference.lut_attention import lut_attention
+from torch_kvq.reference.tiered_attention import tiered_attention
 
 __all__ = [
     "check_append",
     "check_records",
+    "dequantize_far",
     "dequantize_tile",
     "fwht",
     "key_balance",
     "lut_attention",
+    "quantize_far",
     "quantize_tile",
     "quantize_tile_",
+    "tiered_attention",
 ]

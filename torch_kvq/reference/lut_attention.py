@@ -95,7 +95,7 @@ def lut_attention(
             length - query.shape[2]
         )
         key_position = torch.arange(key.shape[1], device=query.device) + start
-        allowed = _allowed(query_position, key_position, is_causal, sliding_window)
+        allowed = allowed_keys(query_position, key_position, is_causal, sliding_window)
         mask = None if attn_mask is None else _mask_row(attn_mask, row, key_position)
         out[row], lse[row] = _attend(
             query[row].to(torch.float32), key, value, allowed, mask, scale, softcap, sinks
@@ -140,7 +140,7 @@ def _gather_row(
     return result[0], result[1]
 
 
-def _allowed(
+def allowed_keys(
     query_position: Tensor, key_position: Tensor, is_causal: bool, sliding_window: int | None
 ) -> Tensor:
     """Bool ``[queries, keys]`` by position."""
@@ -170,9 +170,29 @@ def _attend(
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one row: query ``[heads, queries, dim]``, key ``[kv_heads, keys, dim]``."""
-    groups = query.shape[0] // key.shape[0]
-    key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
-    score = query @ key.mT * scale
+    score = masked_scores(query, key, allowed, mask, scale, softcap)
+    return weigh_values(score, value, sinks)
+
+
+def masked_scores(
+    query: Tensor,
+    key: Tensor,
+    allowed: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """Scores of one row, ``[heads, queries, keys]``, -inf where a key is masked.
+
+    Args:
+        query: ``[heads, queries, dim]``.
+        key: ``[kv_heads, keys, dim]``.
+        allowed: bool, broadcast to the scores.
+        mask: bool or additive, broadcast to the scores.
+        scale: factor of the scores.
+        softcap: bound of the scores.
+    """
+    score = query @ key.repeat_interleave(query.shape[0] // key.shape[0], 0).mT * scale
     if softcap is not None:
         score = softcap * torch.tanh(score / softcap)
     if mask is not None and mask.dtype == torch.bool:
@@ -181,12 +201,21 @@ def _attend(
         mask = mask.to(torch.float32)
         allowed = allowed & (mask > MASKED_BELOW)
         score = score + mask
-    allowed = allowed.expand(score.shape)
-    score = score.masked_fill(~allowed, -torch.inf)
+    return score.masked_fill(~allowed, -torch.inf)
+
+
+def weigh_values(score: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Softmax over `masked_scores` and the weighted sum of the values ``[kv_heads, keys, dim]``.
+
+    Returns:
+        Output ``[heads, queries, dim]`` and log-sum-exp ``[heads, queries]``.
+    """
+    value = value.repeat_interleave(score.shape[0] // value.shape[0], 0)
     extra = score.new_full((*score.shape[:2], 1), -torch.inf)
     if sinks is not None:
         extra = sinks.to(torch.float32).view(-1, 1, 1).expand(extra.shape)
     lse = torch.cat((score, extra), -1).logsumexp(-1)
+    allowed = score != -torch.inf
     weights = (score - lse.unsqueeze(-1)).exp().masked_fill(~allowed, 0.0)
     return _weighted_sum(weights, value, allowed), lse
 
