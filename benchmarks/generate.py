@@ -153,9 +153,12 @@ def _empty_caches(config: Any) -> dict[str, Callable[[], Any]]:
 
 
 def references(sessions: Sequence[str]) -> dict[str, str]:
-    """What the predictions of llama.cpp are compared with: its own with float16, and those here."""
-    exact, *others = sessions or ("",)
-    return {exact: EXACT, **dict.fromkeys(others, exact)}
+    """Whose predictions those of each session are compared with.
+
+    That is this model with the exact cache for the first one, and the first one, which computes with
+    the same weights, for the others.
+    """
+    return {name: sessions[0] if index else EXACT for index, name in enumerate(sessions)}
 
 
 def _divergences(

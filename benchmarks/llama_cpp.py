@@ -24,6 +24,8 @@ INSTALL = (
     "pip install --no-binary llama-cpp-python llama-cpp-python==0.3.36"
 )
 KV_TYPES = ("f16", "q8_0", "q4_0")
+"""Of keys and values; the first one stands for the exact cache."""
+
 CHUNK = 512
 """Tokens of a call that reads a prompt, as many as its default for one graph."""
 

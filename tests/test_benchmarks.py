@@ -14,7 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from benchmarks import adaptq, attention, registry, run
+from benchmarks import adaptq, attention, generate, llama_cpp, registry, report, run
 from benchmarks.registry import sdpa
 from benchmarks.report import Table
 
@@ -100,3 +100,44 @@ def test_table_against_adaptq(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row["cold_speedup"] for row in table.rows] == [0.5**index for index in range(len(cold))]
     assert table.rows[0]["error"] == 0 and table.rows[0]["warm_speedup"] == 1
     assert all(0 < row["error"] < 0.3 for row in table.rows[1:])
+
+
+def test_missing_llama_cpp_is_named(nothing_installed: None) -> None:
+    assert llama_cpp.describe() == llama_cpp.missing() == f"not installed: {llama_cpp.INSTALL}"
+    assert llama_cpp.sessions(128) == {}
+
+
+def test_llama_cpp_is_held_to_its_own_exact_cache() -> None:
+    names = [llama_cpp.session_name("Q4_1", kv) for kv in llama_cpp.KV_TYPES]
+    assert generate.references(names) == {
+        names[0]: generate.EXACT,
+        names[1]: names[0],
+        names[2]: names[0],
+    }
+    divergences = {generate.EXACT: 0.0, generate.PACKED: 0.0, **dict.fromkeys(names, 1.0)}
+    checks = generate._checks(128, generate.Decoding(), divergences)
+    assert [check.passed for check in checks] == [True, True, False, False, False]
+
+
+def test_depth_is_told_apart_from_the_weights() -> None:
+    rows = [
+        {"context": context, "name": name, "median": base + cost * context, "minimum": base}
+        for context in (128, 1128)
+        for name, base, cost in (
+            (generate.EXACT, 40.0, 0.02),
+            ("faster", 5.0, 0.01),
+            ("free", 40.0, 0.0),
+        )
+    ]
+    table = generate.depth_table(rows, heads=10)
+    assert [row["name"] for row in table.rows] == [generate.EXACT, "faster", "free"]
+    assert [row["median"] for row in table.rows] == pytest.approx([20, 10, 0])
+    assert [row["per_token"] for row in table.rows] == pytest.approx([2000, 1000, 0])
+    assert [row["speedup"] for row in table.rows] == pytest.approx([1, 2, None])
+
+
+def test_documents_say_which_table_is_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    begin = "<!-- begin generate/nothing -->\n"
+    filled = report.render(f"{begin}<!-- end -->")
+    assert filled.startswith(f"{begin}Not measured: generate.json has no table 'nothing'")
+    assert "'nothing'" in capsys.readouterr().err
