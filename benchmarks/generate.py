@@ -155,8 +155,8 @@ def _empty_caches(config: Any) -> dict[str, Callable[[], Any]]:
 def references(sessions: Sequence[str]) -> dict[str, str]:
     """Whose predictions those of each session are compared with.
 
-    That is this model with the exact cache for the first one, and the first one, which computes with
-    the same weights, for the others.
+    That is this model with the exact cache for the first one, and the first one, which computes
+    with the same weights, for the others.
     """
     return {name: sessions[0] if index else EXACT for index, name in enumerate(sessions)}
 
