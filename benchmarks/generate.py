@@ -228,8 +228,8 @@ def depth_table(rows: list[dict[str, Any]], heads: int) -> Table:
     base = {row["name"]: row for row in rows if row["context"] == shortest}
     columns = [
         *COLUMNS[:2],
-        Column("median", "median ms more", ".2f"),
-        Column("minimum", "min ms more", ".2f"),
+        Column("more", "median ms more", ".2f"),
+        Column("minimum_more", "min ms more", ".2f"),
         Column("per_token", "ns per token, KV head", ".1f"),
         Column("speedup", f"x of {EXACT}", ".2f"),
     ]
@@ -239,12 +239,17 @@ def depth_table(rows: list[dict[str, Any]], heads: int) -> Table:
         context, name = row["context"], row["name"]
         if context == shortest:
             continue
-        more = {key: row[key] - base[name][key] for key in ("median", "minimum")}
-        exact = more["median"] if name == EXACT else exact
-        per_token = 1e6 * more["median"] / (heads * (context - shortest))
-        speedup = exact / more["median"] if more["median"] > 0 else None
+        more = row["median"] - base[name]["median"]
+        exact = more if name == EXACT else exact
         found.append(
-            {"context": context, "name": name, **more, "per_token": per_token, "speedup": speedup}
+            {
+                "context": context,
+                "name": name,
+                "more": more,
+                "minimum_more": row["minimum"] - base[name]["minimum"],
+                "per_token": 1e6 * more / (heads * (context - shortest)),
+                "speedup": exact / more if more > 0 else None,
+            }
         )
     title = f"Decoding, ms per token more than after {shortest} tokens"
     return Table("depth", title, columns, found, is_speed=True)
