@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_kvq import KVQCache
 
 from . import environment, llama_cpp, peers
-from .model import filled, model_and_text, prefill
+from .model import Tokens, filled, model_and_text, prefill
 from .quality import TARGETS
 from .report import Check, Column, Report, Table
 from .timing import Timing
@@ -93,6 +93,31 @@ class Decoding:
         session.rewind(length)
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """A text that was read, and its continuation.
+
+    Attributes:
+        tokens: keys and values of what was read.
+        ids: the continuation, ``int64[1, tokens]``.
+        sessions: of llama.cpp, which have read the same.
+    """
+
+    tokens: Tokens
+    ids: Tensor
+    sessions: Mapping[str, llama_cpp.Session]
+
+    @classmethod
+    def read(
+        cls, model: Any, ids: Tensor, steps: int, sessions: Mapping[str, llama_cpp.Session]
+    ) -> Prompt:
+        """Read all of a text but the last ``steps`` tokens."""
+        context = ids[:, :-steps]
+        for session in sessions.values():
+            session.read(context)
+        return cls(prefill(model, context, chunk=1024)[0], ids[:, -steps:], sessions)
+
+
 @torch.inference_mode()
 def run(quick: bool = False) -> Report:
     """Decode with all caches, and report how fast if the predictions are right."""
@@ -100,12 +125,19 @@ def run(quick: bool = False) -> Report:
     lengths, steps, rounds = (QUICK_CONTEXTS, 8, 1) if quick else (CONTEXTS, 24, 3)
     model, ids = model_and_text(max(lengths) + steps)
     sessions = llama_cpp.sessions(max(lengths) + steps)
+    shortest = min(lengths)
+    short = Prompt.read(
+        model, ids[:, : shortest + steps], steps, llama_cpp.sessions(shortest + steps)
+    )
     checks, rows = [], []
     for length in lengths:
-        rest = ids[:, length : length + steps]
-        decodings = decode(model, ids[:, :length], rest, rounds, sessions)
-        divergences = _divergences(decodings, rest[0, 1:], references(list(sessions)))
-        checks += _checks(length, decodings[PACKED], divergences)
+        prompts = [short]
+        if length > shortest:
+            prompts.append(Prompt.read(model, ids[:, : length + steps], steps, sessions))
+        decodings = decode(model, prompts, rounds)
+        targets = prompts[-1].ids[0, 1:]
+        divergences = _divergences(decodings[-1], targets, references(list(sessions)))
+        checks += _checks(length, decodings[-1][PACKED], divergences)
         rows += _rows(length, decodings, divergences)
     title = "Decoding, SmolLM2-135M in float32 unless named"
     settings = {
@@ -120,30 +152,22 @@ def run(quick: bool = False) -> Report:
     return Report("generate", environment.describe(), settings, checks, tables)
 
 
-def decode(
-    model: Any,
-    context: Tensor,
-    ids: Tensor,
-    rounds: int,
-    sessions: Mapping[str, llama_cpp.Session],
-) -> dict[str, Decoding]:
-    """Decode the same tokens with all caches and with llama.cpp.
+def decode(model: Any, prompts: Sequence[Prompt], rounds: int) -> list[dict[str, Decoding]]:
+    """Decode the continuation of each prompt with all caches and with llama.cpp.
 
     No two caches are in memory at once: a cache that allocates anew for each token, as DynamicCache
     does, becomes several times slower when something else allocates in between. Those of llama.cpp
     are allocated before and stay.
     """
-    tokens, _ = prefill(model, context, chunk=1024)
-    for session in sessions.values():
-        session.read(context)
     makers = _empty_caches(model.config)
-    decodings = {name: Decoding() for name in (*makers, *sessions)}
+    found = [{name: Decoding() for name in (*makers, *prompt.sessions)} for prompt in prompts]
     for _ in range(rounds):
-        for name, make in makers.items():
-            decodings[name].run_cache(model, filled(make(), tokens), ids)
-        for name, session in sessions.items():
-            decodings[name].run_session(session, ids)
-    return decodings
+        for prompt, decodings in zip(prompts, found, strict=True):
+            for name, make in makers.items():
+                decodings[name].run_cache(model, filled(make(), prompt.tokens), prompt.ids)
+            for name, session in prompt.sessions.items():
+                decodings[name].run_session(session, prompt.ids)
+    return found
 
 
 def _empty_caches(config: Any) -> dict[str, Callable[[], Any]]:
@@ -196,9 +220,14 @@ def cache_bytes(cache: Any) -> int:
 
 
 def _rows(
-    length: int, decodings: dict[str, Decoding], divergences: dict[str, float]
+    length: int, found: Sequence[dict[str, Decoding]], divergences: dict[str, float]
 ) -> list[dict[str, Any]]:
-    times = {name: Timing.of(decoding.seconds) for name, decoding in decodings.items()}
+    """A row for each cache after the last prompt, with its times after the first one."""
+    decodings = found[-1]
+    times, short = (
+        {name: Timing.of(decoding.seconds) for name, decoding in each.items()}
+        for each in (decodings, found[0])
+    )
     return [
         {
             "context": length,
@@ -206,6 +235,8 @@ def _rows(
             "median": times[name].median / 1e3,
             "iqr": times[name].iqr / 1e3,
             "minimum": times[name].minimum / 1e3,
+            "short_median": short[name].median / 1e3,
+            "short_minimum": short[name].minimum / 1e3,
             "speedup": times[EXACT].median / times[name].median,
             "mebibytes": decoding.cache_bytes / 2**20,
             "divergence": divergences[name],
@@ -216,7 +247,7 @@ def _rows(
 
 
 def depth_table(rows: list[dict[str, Any]], heads: int) -> Table:
-    """What each cache's tokens take longer after a long context than after the shortest.
+    """What a token takes longer after a long context than after the shortest, in the same rounds.
 
     That is attention, and the cache's own work: the rest of the model does not depend on the depth.
 
@@ -225,7 +256,6 @@ def depth_table(rows: list[dict[str, Any]], heads: int) -> Table:
         heads: KV heads of all layers.
     """
     shortest = min(row["context"] for row in rows)
-    base = {row["name"]: row for row in rows if row["context"] == shortest}
     columns = [
         *COLUMNS[:2],
         Column("more", "median ms more", ".2f"),
@@ -239,16 +269,16 @@ def depth_table(rows: list[dict[str, Any]], heads: int) -> Table:
         context, name = row["context"], row["name"]
         if context == shortest:
             continue
-        more = row["median"] - base[name]["median"]
+        more = row["median"] - row["short_median"]
         exact = more if name == EXACT else exact
         found.append(
             {
                 "context": context,
                 "name": name,
                 "more": more,
-                "minimum_more": row["minimum"] - base[name]["minimum"],
+                "minimum_more": row["minimum"] - row["short_minimum"],
                 "per_token": 1e6 * more / (heads * (context - shortest)),
-                "speedup": exact / more if more > 0 else None,
+                "speedup": exact / more if min(exact, more) > 0 else None,
             }
         )
     title = f"Decoding, ms per token more than after {shortest} tokens"

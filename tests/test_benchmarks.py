@@ -121,7 +121,14 @@ def test_llama_cpp_is_held_to_its_own_exact_cache() -> None:
 
 def test_depth_is_told_apart_from_the_weights() -> None:
     rows = [
-        {"context": context, "name": name, "median": base + cost * context, "minimum": base}
+        {
+            "context": context,
+            "name": name,
+            "median": base + cost * context,
+            "minimum": base,
+            "short_median": base + cost * 128,
+            "short_minimum": base,
+        }
         for context in (128, 1128)
         for name, base, cost in (
             (generate.EXACT, 40.0, 0.02),
@@ -134,6 +141,8 @@ def test_depth_is_told_apart_from_the_weights() -> None:
     assert [row["more"] for row in table.rows] == pytest.approx([20, 10, 0])
     assert [row["per_token"] for row in table.rows] == pytest.approx([2000, 1000, 0])
     assert [row["speedup"] for row in table.rows] == pytest.approx([1, 2, None])
+    noisy = [{**row, "short_median": 100.0} for row in rows]
+    assert all(row["speedup"] is None for row in generate.depth_table(noisy, heads=10).rows)
 
 
 def test_documents_say_which_table_is_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
