@@ -13,9 +13,9 @@ import torch
 import torch_kvq
 
 ROOT = Path(__file__).parent.parent
-PEERS = ("optimum-quanto", "hqq", "llama-cpp-python", "vllm")
-"""Packages with packed caches of their own. Decoding takes the first two where they are installed;
-the recipes that stand for others need none."""
+PEERS = ("optimum-quanto", "hqq", "llama-cpp-python", "adaptq", "vllm")
+"""Packages with packed caches of their own. All but vLLM take part where they are installed; the
+recipes that stand for others need none."""
 
 _CPU = Path("/sys/devices/system/cpu/cpu0")
 
