@@ -256,6 +256,8 @@ class Unit {
                        query_of(r) * c_.mask_stride[2] + position;
     if (c_.mask_type == MaskType::kBool) {
       const auto* mask = static_cast<const uint8_t*>(c_.mask) + at;
+      // Most tiles of a decoding step are attended throughout.
+      if (!std::memchr(mask, 0, count)) return;
       for (int t = 0; t < count; ++t)
         if (!mask[t]) logits[t] = kNegativeInfinity;
       return;
