@@ -135,12 +135,15 @@ def inputs(rows: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def run(quick: bool = False) -> Report:
-    """Time loops with each cache, eager and compiled, and report them if their results are right."""
+    """Time loops with each cache, eager and compiled, and report them if they are right."""
     torch.set_num_threads(1)
     layers, repeats = (4, 5) if quick else (LAYERS, 40)
     contestants = make_contestants(layers)
     module = Layers(layers)
-    forwards = {EAGER: module, COMPILED: torch.compile(module, fullgraph=True)}
+    forwards: dict[str, Callable[..., Tensor]] = {
+        EAGER: module,
+        COMPILED: torch.compile(module, fullgraph=True),
+    }
     with torch._dynamo.config.patch(recompile_limit=8 * len(contestants)):
         for _ in range(repeats):
             for each in contestants:

@@ -21,6 +21,7 @@ BENCHMARKS: dict[str, str] = {
     "loop": "what a decoding step costs beside its arithmetic, eager and compiled",
     "memory": "what a process grows by against what the cache reports",
     "generate": "decoding with a real model against Transformers' DynamicCache",
+    "weights": "decoding with int8 weights, compiled",
 }
 """A module of this package for each, with a function ``run``, and what it measures, in order."""
 
