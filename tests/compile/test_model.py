@@ -61,6 +61,20 @@ def test_inductor(options: dict[str, int]) -> None:
     assert forward.graphs <= 2
 
 
+@pytest.mark.parametrize("options", [{"max_cache_len": 256}, {}], ids=["static", "growing"])
+def test_frozen_weights(options: dict[str, int]) -> None:
+    """Inductor moves more of a step than without: positions are those before the token."""
+    frozen = torch.compile(model().forward, fullgraph=True, options={"freezing": True})
+    logits = []
+    for forward in (model().forward, frozen):
+        cache = make_cache(**options)
+        with torch.no_grad():
+            model()(input_ids=IDS, past_key_values=cache)
+            step = [forward(input_ids=IDS[:, :1], past_key_values=cache).logits for _ in range(3)]
+        logits.append(torch.cat(step))
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)
+
+
 def test_growing_cache_lasts_a_thousand_steps() -> None:
     """More pages than PyTorch would compile graphs for one function."""
     forward = Compiled(model().forward)

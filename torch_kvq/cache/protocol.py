@@ -216,7 +216,8 @@ class CacheLayer:
             return self.visible_length
         if self.state is None:
             return 0
-        length = self.state.lengths[0, 1]
+        assert isinstance(self.state, StaticState)
+        length = self.state.length_tensor
         return length if self._pending is None else length + self._kept_back
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

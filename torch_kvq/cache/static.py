@@ -11,6 +11,12 @@ from torch_kvq.cache.room import pages_of
 from torch_kvq.cache.state import LayerState, normal_tensors, quantize_tile_
 from torch_kvq.formats import TILE_TOKENS
 
+# An operator, because inductor 2.13 may otherwise read lengths after they were advanced.
+_library = torch.library.Library("kvq", "FRAGMENT")
+_library.define("_length(Tensor lengths) -> Tensor")
+_library.impl("_length", lambda lengths: lengths[0, 1].clone(), "CompositeExplicitAutograd")
+torch.library.register_fake("kvq::_length", lambda lengths: lengths.new_empty(()), lib=_library)
+
 
 class StaticState(LayerState):
     """State of a layer that is allocated at once.
@@ -37,9 +43,17 @@ class StaticState(LayerState):
         return int(self.lengths[0, 1])
 
     @property
+    def length_tensor(self) -> Tensor:
+        """Positions seen, as a tensor without dimensions that is not read."""
+        if torch.compiler.is_compiling():
+            length: Tensor = torch.ops.kvq._length.default(self.lengths)
+            return length
+        return self.lengths[0, 1]
+
+    @property
     def columns_before(self) -> int | Tensor:
         """Columns of an attention mask before those of the next tokens."""
-        return 0 if self.is_empty else self.lengths[0, 1]
+        return 0 if self.is_empty else self.length_tensor
 
     @property
     def visible_length(self) -> int:
