@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -175,3 +176,14 @@ def test_recipe_of_the_readme() -> None:
     exec(recipe.replace("fullgraph=True", 'fullgraph=True, backend="eager"'), names)
     wanted = decode(model().forward, make_cache(), 20, input_ids=IDS)
     assert torch.equal(names["token"], wanted[:, -1:])
+
+
+def test_recipe_of_int8_weights() -> None:
+    """It runs; how far its predictions are off is the benchmark's check."""
+    pytest.importorskip("torchao", reason="the recipe needs torchao")
+    text = (Path(__file__).parents[2] / "docs" / "performance.md").read_text()
+    (recipe,) = [part for part in re.findall(r"```python\n(.*?)```", text, re.S) if "step(" in part]
+    names = {"torch": torch, "KVQCache": KVQCache, "model": deepcopy(model()), "input_ids": IDS}
+    exec(recipe, names)
+    assert names["cache"].get_seq_length() == PROMPT + 20
+    assert names["cache"].materialized == 0
