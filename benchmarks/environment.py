@@ -32,9 +32,9 @@ def describe() -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "Python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": _version("transformers"),
+        "transformers": version("transformers"),
         "torch_kvq": f"{torch_kvq.__version__}, commit {commit()}",
-        "peers as packages": ", ".join(f"{name} {_version(name)}" for name in PEERS),
+        "peers as packages": ", ".join(f"{name} {version(name)}" for name in PEERS),
     }
 
 
@@ -80,7 +80,8 @@ def _git(*arguments: str) -> str | None:
     return result.stdout.strip()
 
 
-def _version(package: str) -> str:
+def version(package: str) -> str:
+    """The installed version of a package, or that it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
