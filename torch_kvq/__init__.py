@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from torch_kvq.cache import KVQLayer, MemoryReport
 if TYPE_CHECKING:
     from torch_kvq.integrations.estimate import estimate
     from torch_kvq.integrations.transformers import KVQCache
+    from torch_kvq.integrations.transformers_x import XQuantCache
 
 __version__ = "0.1.0"
 
@@ -27,6 +29,7 @@ __all__ = [
     "KVQCache",
     "KVQLayer",
     "MemoryReport",
+    "XQuantCache",
     "cpu_capabilities",
     "cpu_capability",
     "dequantize_far",
@@ -42,9 +45,17 @@ __all__ = [
 ]
 
 
+_LAZY = {
+    "KVQCache": "transformers",
+    "XQuantCache": "transformers_x",
+    "estimate": "estimate",
+}
+"""Names of `torch_kvq.integrations`, by their module."""
+
+
 def __getattr__(name: str) -> Any:
     """Import what may bring in Transformers when it is asked for."""
-    if name not in ("KVQCache", "estimate"):
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = found = _lazy(name)
     return found
@@ -55,12 +66,10 @@ def _lazy(name: str) -> Any:
         from torch_kvq.integrations import check_transformers
 
         check_transformers()
-        from torch_kvq.integrations.estimate import estimate
-        from torch_kvq.integrations.transformers import KVQCache
-
-        return KVQCache if name == "KVQCache" else estimate
-    if name == "estimate":
-        raise ImportError("estimate needs transformers, whose configurations it reads")
+        module = importlib.import_module(f"torch_kvq.integrations.{_LAZY[name]}")
+        return getattr(module, name)
+    if name != "KVQCache":
+        raise ImportError(f"{name} needs transformers, whose models it reads")
     from torch_kvq.cache import cache
 
     return cache.KVQCache

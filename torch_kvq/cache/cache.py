@@ -14,6 +14,7 @@ from torch_kvq.cache.layer import KVQLayer
 from torch_kvq.cache.memory import MemoryReport, tensor_bytes
 from torch_kvq.cache.options import LayerOptions
 from torch_kvq.cache.policy import LayerPolicy
+from torch_kvq.cache.protocol import CacheLayer
 
 _C = TypeVar("_C", bound="CacheCore")
 
@@ -123,12 +124,12 @@ class CacheCore:
         """Raise when the last call of the model did not get through all layers."""
         # Two lengths that a graph knows to be one are more than inductor 2.13 can name.
         is_exempt = self.static or torch.compiler.is_compiling()
-        if is_exempt or not isinstance(self.layers[0], KVQLayer):
+        if is_exempt or not isinstance(self.layers[0], CacheLayer):
             return
         first = self.layers[0].visible_length
         for index in (1, len(self.layers) - 1):
             layer = self.layers[index] if index < len(self.layers) else None
-            if not isinstance(layer, KVQLayer) or layer.visible_length == first:
+            if not isinstance(layer, CacheLayer) or layer.visible_length == first:
                 continue
             # A last layer without tokens may be one that shares the keys of another.
             if layer.visible_length or index == 1:
@@ -139,16 +140,16 @@ class CacheCore:
                 )
 
     @property
-    def packed_layers(self) -> list[KVQLayer]:
+    def packed_layers(self) -> list[Any]:
         """The layers that are packed."""
-        return [layer for layer in self.layers if isinstance(layer, KVQLayer)]
+        return [layer for layer in self.layers if isinstance(layer, CacheLayer)]
 
     @property
     def holds_tokens(self) -> bool:
         """Whether any packed layer has tokens, or one of Transformers' memory for some."""
         return any(
             not layer.is_empty
-            if isinstance(layer, KVQLayer)
+            if isinstance(layer, CacheLayer)
             else any(tensor.dim() for tensor in _tensors(vars(layer)))
             for layer in self.layers
         )
@@ -170,7 +171,7 @@ class CacheCore:
         """
         parts, fp16_bytes = [], 0
         for layer in self.layers:
-            if isinstance(layer, KVQLayer):
+            if isinstance(layer, CacheLayer):
                 parts.append(layer.memory_parts())
                 fp16_bytes += layer.fp16_bytes
             else:
@@ -201,7 +202,7 @@ class CacheCore:
         """
         fork = copy.copy(self)
         fork.layers = [
-            layer.fork() if isinstance(layer, KVQLayer) else copy.deepcopy(layer)
+            layer.fork() if isinstance(layer, CacheLayer) else copy.deepcopy(layer)
             for layer in self.layers
         ]
         return fork

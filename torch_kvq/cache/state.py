@@ -22,6 +22,7 @@ from torch_kvq.formats import TILE_TOKENS, TileFormat
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_T = TypeVar("_T")
 _S = TypeVar("_S", bound="LayerState")
 
 quantize_tile_ = torch.ops.kvq.quantize_tile_.default
@@ -31,12 +32,12 @@ _OWN_TENSORS = ("balance", "exact_key", "exact_value", "lengths")
 
 
 def normal_tensors(
-    method: Callable[Concatenate[_S, _P], _R],
-) -> Callable[Concatenate[_S, _P], _R]:
+    method: Callable[Concatenate[_T, _P], _R],
+) -> Callable[Concatenate[_T, _P], _R]:
     """Let tensors that a method makes under inference mode be written outside of it."""
 
     @functools.wraps(method)
-    def wrapped(self: _S, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def wrapped(self: _T, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
             return method(self, *args, **kwargs)
         with torch.inference_mode(False):

@@ -23,6 +23,7 @@ from torch_kvq import formats
 from torch_kvq.cache.cache import CacheCore
 from torch_kvq.cache.layer import KVQLayer
 from torch_kvq.cache.options import LayerOptions
+from torch_kvq.cache.protocol import CacheLayer
 from torch_kvq.integrations import transformers_attention, transformers_generate
 
 _log = logging.getLogger("torch_kvq")
@@ -172,13 +173,13 @@ class KVQCache(CacheCore, DynamicCache):
         ]
         _keep_sliding_together(layers, reasons)
         held = self.layers if len(self.layers) == len(layers) else layers
-        before = [isinstance(layer, KVQLayer) for layer in held]
+        before = [isinstance(layer, CacheLayer) for layer in held]
         # A packed layer that is there already may have options of its own.
         self.layers = [
             new
             if reason
             else old
-            if isinstance(old, KVQLayer)
+            if isinstance(old, CacheLayer)
             else self._new_layer(_with_window(chosen, new))
             for new, old, reason, chosen in zip(layers, held, reasons, options, strict=True)
         ]
@@ -272,7 +273,7 @@ def _reason(layer: Any, config: Any, options: LayerOptions) -> str | None:
 def install() -> None:
     """Teach Transformers about packed caches; repeated calls find new attention functions."""
     transformers_attention.install()
-    CacheLayerMixin.register(KVQLayer)
+    CacheLayerMixin.register(CacheLayer)
     transformers_generate.install(KVQCache)
 
 

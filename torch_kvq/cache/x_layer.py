@@ -1,0 +1,349 @@
+"""A layer that stores its input, and makes keys and values of it when they are needed."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from torch_kvq.cache.exact import attend_exact
+from torch_kvq.cache.handle import KVQHandle
+from torch_kvq.cache.memory import tensor_bytes
+from torch_kvq.cache.opaque import outside_graphs
+from torch_kvq.cache.protocol import CacheLayer
+from torch_kvq.cache.x_options import XOptions
+from torch_kvq.cache.x_shared import CosSin, Shared
+from torch_kvq.cache.x_source import Projection, Rotary, Source, Staged
+from torch_kvq.cache.x_standin import dequantize_x, quantize_x, remat
+from torch_kvq.cache.x_state import Stream, XState
+from torch_kvq.formats import TILE_TOKENS
+
+_eager = outside_graphs("layer inputs are stored outside of compiled graphs")
+
+_CHECKED_TOKENS = 4
+"""Tokens of an update whose keys and values are compared with those of the model."""
+
+
+class XQuantLayer(CacheLayer):
+    """Inputs of one attention layer, packed, from which keys and values are rebuilt.
+
+    A hook of the model stages the input before it calls `update` with keys and values, which are
+    not stored. Its options are those of `torch_kvq.XQuantCache`.
+
+    Args:
+        options: how to store tokens.
+        shared: what the layers of a cache share.
+        ordinal: the place of the layer among those of the cache that store their inputs.
+
+    Attributes:
+        source: the attention module, None before the cache is bound to a model.
+        materialized: how often keys and values were rebuilt whole for code that needs them.
+    """
+
+    options: Any
+    state: Any
+
+    def __init__(self, options: XOptions, shared: Shared, ordinal: int = 0) -> None:
+        super().__init__(cast(Any, options))
+        self.shared = shared
+        self.ordinal = ordinal
+        self.source: Source | None = None
+        self.materialized = 0
+        self.said: set[str] = set()
+        self._staged: Staged | None = None
+        self._rotary: Rotary | None = None
+        self._kind: tuple[Any, ...] = ()
+        self._unchecked = 0
+
+    def streams(self, channels: int) -> list[Stream]:
+        """What is stored of a token whose input has so many channels."""
+        axis = "token" if self.options.axis == "auto" else self.options.axis
+        return [Stream(channels, self.options.bits, axis)]
+
+    def attach(self, source: Source) -> None:
+        """Make keys and values with the weights of an attention module."""
+        if self.source is not source:
+            self.source = source
+            # The first update may be of position 0 alone, where any rotary embedding is the same.
+            self._unchecked = 2
+
+    def stage(self, staged: Staged) -> None:
+        """Take the input of the layer, ahead of the keys and values of the same tokens."""
+        self._staged = staged
+
+    @_eager
+    def update(
+        self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[KVQHandle, KVQHandle]:
+        """Append the tokens whose input was staged.
+
+        Args:
+            key: ``[batch, kv_heads, tokens, key_dim]``, of which the last few are compared with
+                those that the input gives.
+            value: ``[batch, kv_heads, tokens, value_dim]``.
+            *args: ignored: Transformers hands over more.
+            **kwargs: ignored.
+
+        Returns:
+            Handles of all keys and all values, for attention functions.
+
+        Raises:
+            ValueError: no input was staged, or it does not fit.
+        """
+        staged = self._take_staged(key)
+        x = staged.x.detach()
+        if self._home is not None:
+            self.prefetch()
+        self.flush()
+        self._check_kind(x, key, value)
+        is_first = self.state is None or self.state.is_empty
+        if self._unchecked:
+            self._compare(staged, key, value)
+        if self.state is None:
+            self.state = XState(x, self.streams(x.shape[2]))
+        if staged.positions is not None:
+            positions = staged.positions.expand(x.shape[0], -1)
+            self.shared.note(self.state.length, positions)
+        self._rotary = staged.rotary
+        self._append(x)
+        self._length = self.state.length
+        return self._handles(key, value, is_first)
+
+    def _take_staged(self, key: Tensor) -> Staged:
+        staged, self._staged = self._staged, None
+        if staged is None:
+            raise ValueError(
+                "the layer's input is not known: a cache of layer inputs has to be bound to its "
+                "model, by generate() or XQuantCache(model=model)"
+            )
+        if staged.x.shape[:2] != (key.shape[0], key.shape[2]):
+            raise ValueError(
+                f"the input of {self._name}, {tuple(staged.x.shape)}, is not that of its keys, "
+                f"{tuple(key.shape)}"
+            )
+        return staged
+
+    @property
+    def _name(self) -> str:
+        return "the layer" if self.source is None else self.source.name
+
+    def _check_kind(self, x: Tensor, key: Tensor, value: Tensor) -> None:
+        kind = (x.shape[0], x.shape[2], key.shape[1], key.shape[3], value.shape[3], x.dtype)
+        if not self.is_empty and kind != self._kind:
+            names = "batch, channels, kv heads, key dim, value dim, dtype"
+            raise ValueError(
+                f"{self._name} holds ({names}) {self._kind}, got {kind}: a cache belongs to one "
+                "model and one batch, call reset() before it is used for another"
+            )
+        if x.shape[2] % TILE_TOKENS:
+            raise ValueError(
+                f"the input of {self._name} must have a multiple of 64 channels, got {x.shape[2]}"
+            )
+        self._kind = kind
+
+    def _compare(self, staged: Staged, key: Tensor, value: Tensor) -> None:
+        """Compare the last new keys and values with those that the input gives."""
+        assert self.source is not None
+        last = slice(-_CHECKED_TOKENS, None)
+        cos_sin = None if staged.cos_sin is None else _last(staged.cos_sin, last)
+        self.source.settle(staged.x[:, last], key[:, :, last], value[:, :, last], cos_sin)
+        self._unchecked -= 1
+
+    def _append(self, x: Tensor) -> None:
+        self.state.append([x])
+
+    def _handles(
+        self, key: Tensor, value: Tensor, is_first: bool = False
+    ) -> tuple[KVQHandle, KVQHandle]:
+        decoded: list[Tensor] = []
+        layer = cast(Any, self)
+        return (
+            KVQHandle(layer, key.detach(), True, self._length, decoded, is_first),
+            KVQHandle(layer, value.detach(), False, self._length, decoded, is_first),
+        )
+
+    def flush(self, padding: Tensor | None = None) -> None:
+        """Pack the tokens that are due."""
+        if self.state is None:
+            return
+        due = self.options.due(self.state.length - self.state.quantized)
+        if due:
+            records = self._encode([tail[:, :due] for tail in self.state.recent])
+            self.state.pack(records, self.options.residual_length + TILE_TOKENS)
+
+    def flush_masked(self, attn_mask: Tensor | None, queries: int) -> None:
+        """Pack the tokens that are due, after their attention."""
+        self.flush()
+
+    def _encode(self, oldest: list[Tensor]) -> list[Tensor]:
+        return [
+            quantize_x(part, stream.bits, stream.axis)
+            for part, stream in zip(oldest, self.state.streams, strict=True)
+        ]
+
+    def decode(self, first: int, last: int) -> list[Tensor]:
+        """Packed tokens ``first`` to ``last``, whole pages of them, of each stream."""
+        return [
+            dequantize_x(
+                self.state.records(index, first, last),
+                stream.channels,
+                stream.bits,
+                stream.axis,
+                dtype=self.state.dtype,
+            )
+            for index, stream in enumerate(self.state.streams)
+        ]
+
+    def _whole(self) -> list[Tensor]:
+        """All tokens of each stream."""
+        recent = self.state.recent
+        if not self.state.quantized:
+            return cast(list[Tensor], recent)
+        packed = self.decode(0, self.state.quantized)
+        return [torch.cat(pair, 1) for pair in zip(packed, recent, strict=True)]
+
+    def _projection(self) -> Projection:
+        assert self.source is not None
+        _, _, kv_heads, key_dim, value_dim, _ = self._kind
+        like = self.state.tails[0]
+        shape = (1, kv_heads, 0)
+        return self.source.projection(
+            like.new_empty((*shape, key_dim)), like.new_empty((*shape, value_dim))
+        )
+
+    def _cos_sin(self) -> CosSin | None:
+        rotary, like = self._rotary, self.state.tails[0]
+        if rotary is None:
+            return None
+        return self.shared.cos_sin(rotary, lambda positions: rotary(positions, like))
+
+    def rebuild(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of all tokens."""
+        parts = self._whole()
+        own = self._projection()
+        cos, sin = self._cos_sin() or (None, None)
+        return remat(
+            parts[0],
+            parts[-1],
+            self._kind[2],
+            own.key_weight,
+            own.value_weight,
+            own.key_bias,
+            own.value_bias,
+            own.key_norm,
+            own.norm_eps,
+            cos,
+            sin,
+        )
+
+    @_eager
+    def attend(
+        self,
+        query: Tensor,
+        attn_mask: Tensor | None = None,
+        scale: float | None = None,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        """Attention over all tokens of the layer, as `torch_kvq.KVQLayer.attend`."""
+        if self.state is None or self.source is None:
+            raise ValueError("attend() needs tokens and a model, use the cache with generate()")
+        key, value = self.rebuild()
+        out = attend_exact(
+            query, key, value, attn_mask, scale=scale, is_causal=is_causal, **options
+        )
+        self.flush()
+        return out
+
+    @_eager
+    def materialize(self, length: int) -> tuple[Tensor, Tensor]:
+        """Rebuild all keys and values.
+
+        Raises:
+            RuntimeError: the layer is strict.
+        """
+        if self.options.strict:
+            raise RuntimeError(
+                "strict=True: whole keys and values were asked for, by an attention that does not "
+                "read packed caches or for a result that packed attention does not give"
+            )
+        self.materialized += 1
+        return self.rebuild()
+
+    @property
+    def keys(self) -> KVQHandle | None:
+        """A handle of all keys."""
+        return self._present()[0]
+
+    @property
+    def values(self) -> KVQHandle | None:
+        """A handle of all values."""
+        return self._present()[1]
+
+    def _present(self) -> tuple[KVQHandle, KVQHandle] | tuple[None, None]:
+        if self.state is None:
+            return None, None
+        batch, _, kv_heads, key_dim, value_dim, _ = self._kind
+        like = self.state.tails[0]
+        return self._handles(
+            like.new_empty((batch, kv_heads, 0, key_dim)),
+            like.new_empty((batch, kv_heads, 0, value_dim)),
+        )
+
+    def _crop(self, length: int) -> None:
+        decoded: list[Tensor] = []
+        if length < self.state.quantized:
+            first = length // TILE_TOKENS * TILE_TOKENS
+            decoded = self.decode(first, first + TILE_TOKENS)
+        self.state.crop(length, decoded)
+        if not self.ordinal:
+            self.shared.crop(length)
+
+    def _select(self, rows: list[int]) -> None:
+        self.state.select(rows)
+        self._kind = (len(rows), *self._kind[1:])
+        if not self.ordinal:
+            self.shared.select(rows)
+
+    @_eager
+    def reset(self) -> None:
+        """Forget all tokens and give their memory back."""
+        super().reset()
+        self._staged = None
+        if not self.ordinal:
+            self.shared.reset()
+
+    def lazy_initialization(self, key: Tensor, value: Tensor) -> None:
+        """Nothing: the layer's input is not known yet."""
+
+    @property
+    def tokens(self) -> int:
+        """Positions of all rows, left padding included."""
+        return 0 if self.state is None else self.state.length * self.state.batch_size
+
+    @property
+    def fp16_bytes(self) -> int:
+        """Bytes that keys and values of the tokens would take, two for each element."""
+        if self.state is None:
+            return 0
+        _, _, kv_heads, key_dim, value_dim, _ = self._kind
+        return self.tokens * kv_heads * (key_dim + value_dim) * 2
+
+    def memory_parts(self) -> dict[str, int]:
+        """Bytes of all tensors that the layer holds; the first has those that all share."""
+        parts = {} if self.state is None else self.state.parts()
+        if parts and not self.ordinal:
+            parts |= self.shared.parts()
+        if self._staged is not None:
+            parts["pending"] = tensor_bytes(self._staged.x)
+        return parts
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Modules stay with their model; a copy that is loaded is bound anew.
+        return self.__dict__ | {"_staged": None}
+
+
+def _last(cos_sin: CosSin, last: slice) -> CosSin:
+    cos, sin = cos_sin
+    return cos[:, last], sin[:, last]

@@ -1,0 +1,79 @@
+"""Options of a cache of layer inputs, checked once and shared by all layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch_kvq.cache.options import _check_count
+from torch_kvq.formats import TILE_TOKENS
+
+BITS = (2, 3, 4, 8, 16)
+MODES = ("auto", "x", "cl", "latent")
+AXES = ("auto", "token", "channel")
+
+
+@dataclass(frozen=True)
+class XOptions:
+    """How layers store their inputs.
+
+    Attributes:
+        bits: bits of a stored element; 16 stores the model's own dtype.
+        mode: ``"x"`` stores the input of every layer, ``"cl"`` its difference to what the layer
+            before is rebuilt to, ``"latent"`` its parts in the row spaces of the key and the value
+            weights; ``"auto"`` takes the one of fewest bytes.
+        axis: along what a group of 64 elements with one scale runs: the channels of a
+            ``"token"``, or the tokens of a ``"channel"``; ``"auto"`` takes tokens' channels, and
+            for the latents of keys channels' tokens.
+        residual_length: recent tokens that stay exact; up to 63 more do.
+        first_layers: layers of ``"cl"`` that store their input at ``first_bits``; the last of
+            them is where the differences begin.
+        first_bits: bits of these layers.
+        accumulator_bits: bits of the sum of differences while it is handed from layer to layer.
+        strict: raise where keys or values would have to be rebuilt whole.
+
+    Example:
+        >>> XOptions(bits=3, mode="cl").axis
+        'auto'
+    """
+
+    bits: int = 4
+    mode: str = "auto"
+    axis: str = "auto"
+    residual_length: int = 128
+    first_layers: int = 3
+    first_bits: int = 4
+    accumulator_bits: int = 4
+    strict: bool = False
+
+    max_cache_len = None
+    sliding_window = None
+
+    def __post_init__(self) -> None:
+        for name in ("bits", "first_bits", "accumulator_bits"):
+            _check_choice(name, getattr(self, name), BITS)
+        _check_choice("mode", self.mode, MODES)
+        _check_choice("axis", self.axis, AXES)
+        _check_count("residual_length", self.residual_length, least=0)
+        _check_count("first_layers", self.first_layers, least=1)
+
+    def with_mode(self, mode: str) -> XOptions:
+        """The same options with a mode that was decided."""
+        return replace(self, mode=mode)
+
+    def fits_sliding_window(self, sliding_window: int) -> bool:
+        """False: layers with a sliding window are left to Transformers."""
+        return False
+
+    def due(self, tokens: int) -> int:
+        """How many of so many exact tokens are to be packed.
+
+        Example:
+            >>> XOptions(residual_length=128).due(200)
+            64
+        """
+        return max(tokens - self.residual_length, 0) // TILE_TOKENS * TILE_TOKENS
+
+
+def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if isinstance(value, bool) or value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")

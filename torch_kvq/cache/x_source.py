@@ -1,0 +1,89 @@
+"""Where a layer's keys and values come from: what the cache has to know of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from torch_kvq.cache.x_shared import CosSin
+
+
+@dataclass(frozen=True)
+class Projection:
+    """From a layer's input to its keys and values.
+
+    Attributes:
+        key_weight: ``[kv_heads * key_dim, channels]``.
+        value_weight: ``[kv_heads * value_dim, channels]``.
+        key_bias: ``[kv_heads * key_dim]``.
+        value_bias: ``[kv_heads * value_dim]``.
+        key_norm: ``[key_dim]``, the weight of an RMS norm of every key.
+        norm_eps: what this norm adds to the mean square.
+    """
+
+    key_weight: Tensor
+    value_weight: Tensor
+    key_bias: Tensor | None = None
+    value_bias: Tensor | None = None
+    key_norm: Tensor | None = None
+    norm_eps: float = 0.0
+
+
+class Latent(NamedTuple):
+    """The weights of a layer, each split in two.
+
+    Attributes:
+        key_basis: ``[key_latents, channels]``.
+        key_rest: ``[kv_heads * key_dim, key_latents]``.
+        value_basis: ``[value_latents, channels]``.
+        value_rest: ``[kv_heads * value_dim, value_latents]``.
+    """
+
+    key_basis: Tensor
+    key_rest: Tensor
+    value_basis: Tensor
+    value_rest: Tensor
+
+
+class Rotary(Protocol):
+    """A rotary embedding; equal ones give equal results."""
+
+    def __call__(self, positions: Tensor, like: Tensor) -> CosSin:
+        """Cosines and sines ``[batch, tokens, rotary_dim]`` in the dtype of ``like``."""
+
+
+class Source(Protocol):
+    """An attention module.
+
+    Attributes:
+        name: of the module, for errors.
+    """
+
+    name: str
+
+    def projection(self, key: Tensor, value: Tensor) -> Projection:
+        """Its weights as they are now, for keys and values of such shapes."""
+
+    def settle(self, x: Tensor, key: Tensor, value: Tensor, cos_sin: CosSin | None) -> None:
+        """Raise ValueError unless the projection of ``x`` gives these keys and values."""
+
+    def latent(self) -> Latent:
+        """Its weights split by their singular values."""
+
+
+class Staged(NamedTuple):
+    """What a call of an attention module was given.
+
+    Attributes:
+        x: the layer's input ``[batch, tokens, channels]``.
+        cos_sin: of the new tokens, None without a rotary embedding.
+        rotary: the rotary embedding that they come from.
+        positions: int ``[batch or 1, tokens]``.
+    """
+
+    x: Tensor
+    cos_sin: CosSin | None = None
+    rotary: Rotary | None = None
+    positions: Tensor | None = None
