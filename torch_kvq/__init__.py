@@ -16,6 +16,7 @@ from torch_kvq._ops import (
     quantize_tile_,
 )
 from torch_kvq._tiered_ops import dequantize_far, quantize_far, tiered_attention
+from torch_kvq._x_ops import dequantize_x, quantize_x
 from torch_kvq.cache import KVQLayer, MemoryReport
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ __all__ = [
     "cpu_capability",
     "dequantize_far",
     "dequantize_tile",
+    "dequantize_x",
     "estimate",
     "fwht",
     "key_balance",
@@ -41,6 +43,7 @@ __all__ = [
     "quantize_far",
     "quantize_tile",
     "quantize_tile_",
+    "quantize_x",
     "tiered_attention",
 ]
 

@@ -7,17 +7,20 @@ from torch_kvq.reference.far import dequantize_far, quantize_far
 from torch_kvq.reference.fwht import fwht
 from torch_kvq.reference.lut_attention import lut_attention
 from torch_kvq.reference.tiered_attention import tiered_attention
+from torch_kvq.reference.x import dequantize_x, quantize_x
 
 __all__ = [
     "check_append",
     "check_records",
     "dequantize_far",
     "dequantize_tile",
+    "dequantize_x",
     "fwht",
     "key_balance",
     "lut_attention",
     "quantize_far",
     "quantize_tile",
     "quantize_tile_",
+    "quantize_x",
     "tiered_attention",
 ]

@@ -138,13 +138,13 @@ def encode_keys(
     offset = mean.to(torch.float32) * mean_scale.to(torch.float32)
     balanced = (read_input(key) - offset.unsqueeze(-2)) * balance.unsqueeze(-2)
     signs = formats.signs("key", key.shape[-1]).to(key.device)
-    return _encode_rotated(hadamard.transform(balanced * signs), bits)
+    return encode_rotated(hadamard.transform(balanced * signs), bits)
 
 
 def encode_values(value: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Encode values ``[..., tokens, dim]``; see `encode_keys` for the result."""
     signs = formats.signs("value", value.shape[-1]).to(value.device)
-    return _encode_rotated(hadamard.transform(read_input(value) * signs), bits)
+    return encode_rotated(hadamard.transform(read_input(value) * signs), bits)
 
 
 def levels(bits: int, device: torch.device) -> Tensor:
@@ -152,7 +152,7 @@ def levels(bits: int, device: torch.device) -> Tensor:
     return torch.tensor(formats.LEVELS[bits], dtype=torch.float32, device=device)
 
 
-def _encode_rotated(z: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+def encode_rotated(z: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Codes and scale of rotated vectors: the candidate with the largest projection wins."""
     codebook = levels(bits, z.device)
     midpoints = (codebook[1:] + codebook[:-1]) / 2
