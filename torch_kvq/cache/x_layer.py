@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from torch_kvq._x_ops import dequantize_x, quantize_x
 from torch_kvq.cache.exact import attend_exact
 from torch_kvq.cache.handle import KVQHandle
 from torch_kvq.cache.memory import tensor_bytes
@@ -15,7 +16,7 @@ from torch_kvq.cache.protocol import CacheLayer
 from torch_kvq.cache.x_options import XOptions
 from torch_kvq.cache.x_shared import CosSin, Shared
 from torch_kvq.cache.x_source import Projection, Rotary, Source, Staged
-from torch_kvq.cache.x_standin import dequantize_x, quantize_x, remat
+from torch_kvq.cache.x_standin import remat
 from torch_kvq.cache.x_state import Stream, XState
 from torch_kvq.formats import TILE_TOKENS
 
@@ -54,6 +55,7 @@ class XQuantLayer(CacheLayer):
         self._staged: Staged | None = None
         self._rotary: Rotary | None = None
         self._kind: tuple[Any, ...] = ()
+        self._like = torch.empty(0)  # the model's dtype and device
         self._unchecked = 0
 
     def streams(self, channels: int) -> list[Stream]:
@@ -100,13 +102,15 @@ class XQuantLayer(CacheLayer):
         is_first = self.state is None or self.state.is_empty
         if self._unchecked:
             self._compare(staged, key, value)
+        parts = self._parts_of(staged._replace(x=x))
         if self.state is None:
-            self.state = XState(x, self.streams(x.shape[2]))
+            self.state = XState(parts[0], self.streams(x.shape[2]))
+            self._like = x[:, :0].clone()
         if staged.positions is not None:
             positions = staged.positions.expand(x.shape[0], -1)
             self.shared.note(self.state.length, positions)
         self._rotary = staged.rotary
-        self._append(x)
+        self.state.append(parts)
         self._length = self.state.length
         return self._handles(key, value, is_first)
 
@@ -147,11 +151,13 @@ class XQuantLayer(CacheLayer):
         assert self.source is not None
         last = slice(-_CHECKED_TOKENS, None)
         cos_sin = None if staged.cos_sin is None else _last(staged.cos_sin, last)
-        self.source.settle(staged.x[:, last], key[:, :, last], value[:, :, last], cos_sin)
+        x, key, value = staged.x.detach(), key.detach(), value.detach()
+        self.source.settle(x[:, last], key[:, :, last], value[:, :, last], cos_sin)
         self._unchecked -= 1
 
-    def _append(self, x: Tensor) -> None:
-        self.state.append([x])
+    def _parts_of(self, staged: Staged) -> list[Tensor]:
+        """What is stored of new tokens, ``[batch, tokens, channels]`` by stream."""
+        return [staged.x]
 
     def _handles(
         self, key: Tensor, value: Tensor, is_first: bool = False
@@ -167,10 +173,13 @@ class XQuantLayer(CacheLayer):
         """Pack the tokens that are due."""
         if self.state is None:
             return
-        due = self.options.due(self.state.length - self.state.quantized)
+        due = self._due()
         if due:
             records = self._encode([tail[:, :due] for tail in self.state.recent])
             self.state.pack(records, self.options.residual_length + TILE_TOKENS)
+
+    def _due(self) -> int:
+        return int(self.options.due(self.state.length - self.state.quantized))
 
     def flush_masked(self, attn_mask: Tensor | None, queries: int) -> None:
         """Pack the tokens that are due, after their attention."""
@@ -182,6 +191,10 @@ class XQuantLayer(CacheLayer):
             for part, stream in zip(oldest, self.state.streams, strict=True)
         ]
 
+    def handed_on(self, first: int, last: int) -> Tensor:
+        """Input of packed tokens, from which a layer above takes its differences."""
+        return self.decode(first, last)[0]
+
     def decode(self, first: int, last: int) -> list[Tensor]:
         """Packed tokens ``first`` to ``last``, whole pages of them, of each stream."""
         return [
@@ -190,7 +203,7 @@ class XQuantLayer(CacheLayer):
                 stream.channels,
                 stream.bits,
                 stream.axis,
-                dtype=self.state.dtype,
+                dtype=self._like.dtype,
             )
             for index, stream in enumerate(self.state.streams)
         ]
@@ -206,14 +219,10 @@ class XQuantLayer(CacheLayer):
     def _projection(self) -> Projection:
         assert self.source is not None
         _, _, kv_heads, key_dim, value_dim, _ = self._kind
-        like = self.state.tails[0]
-        shape = (1, kv_heads, 0)
-        return self.source.projection(
-            like.new_empty((*shape, key_dim)), like.new_empty((*shape, value_dim))
-        )
+        return self.source.projection(kv_heads, (key_dim, value_dim))
 
     def _cos_sin(self) -> CosSin | None:
-        rotary, like = self._rotary, self.state.tails[0]
+        rotary, like = self._rotary, self._like
         if rotary is None:
             return None
         return self.shared.cos_sin(rotary, lambda positions: rotary(positions, like))
@@ -221,21 +230,8 @@ class XQuantLayer(CacheLayer):
     def rebuild(self) -> tuple[Tensor, Tensor]:
         """Keys and values of all tokens."""
         parts = self._whole()
-        own = self._projection()
-        cos, sin = self._cos_sin() or (None, None)
-        return remat(
-            parts[0],
-            parts[-1],
-            self._kind[2],
-            own.key_weight,
-            own.value_weight,
-            own.key_bias,
-            own.value_bias,
-            own.key_norm,
-            own.norm_eps,
-            cos,
-            sin,
-        )
+        cos_sin = self._cos_sin() or (None, None)
+        return remat(parts[0], parts[-1], self._kind[2], *self._projection(), *cos_sin)
 
     @_eager
     def attend(
@@ -285,7 +281,7 @@ class XQuantLayer(CacheLayer):
         if self.state is None:
             return None, None
         batch, _, kv_heads, key_dim, value_dim, _ = self._kind
-        like = self.state.tails[0]
+        like = self._like
         return self._handles(
             like.new_empty((batch, kv_heads, 0, key_dim)),
             like.new_empty((batch, kv_heads, 0, value_dim)),

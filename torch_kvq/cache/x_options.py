@@ -25,9 +25,8 @@ class XOptions:
             ``"token"``, or the tokens of a ``"channel"``; ``"auto"`` takes tokens' channels, and
             for the latents of keys channels' tokens.
         residual_length: recent tokens that stay exact; up to 63 more do.
-        first_layers: layers of ``"cl"`` that store their input at ``first_bits``; the last of
-            them is where the differences begin.
-        first_bits: bits of these layers.
+        first_layers: layers of ``"cl"`` that store their input, at no less than 4 bits; the last
+            of them is where the differences begin.
         accumulator_bits: bits of the sum of differences while it is handed from layer to layer.
         strict: raise where keys or values would have to be rebuilt whole.
 
@@ -41,7 +40,6 @@ class XOptions:
     axis: str = "auto"
     residual_length: int = 128
     first_layers: int = 3
-    first_bits: int = 4
     accumulator_bits: int = 4
     strict: bool = False
 
@@ -49,16 +47,21 @@ class XOptions:
     sliding_window = None
 
     def __post_init__(self) -> None:
-        for name in ("bits", "first_bits", "accumulator_bits"):
+        for name in ("bits", "accumulator_bits"):
             _check_choice(name, getattr(self, name), BITS)
         _check_choice("mode", self.mode, MODES)
         _check_choice("axis", self.axis, AXES)
         _check_count("residual_length", self.residual_length, least=0)
         _check_count("first_layers", self.first_layers, least=1)
 
-    def with_mode(self, mode: str) -> XOptions:
-        """The same options with a mode that was decided."""
-        return replace(self, mode=mode)
+    @property
+    def first_bits(self) -> int:
+        """Bits of the first layers of ``"cl"``."""
+        return max(self.bits, 4)
+
+    def with_bits(self, bits: int) -> XOptions:
+        """The same options with other bits."""
+        return replace(self, bits=bits)
 
     def fits_sliding_window(self, sliding_window: int) -> bool:
         """False: layers with a sliding window are left to Transformers."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from torch_kvq.cache.x_shared import CosSin
+from torch_kvq.reference.latent import to_latent
 
 
-@dataclass(frozen=True)
-class Projection:
+class Projection(NamedTuple):
     """From a layer's input to its keys and values.
 
     Attributes:
@@ -30,6 +29,11 @@ class Projection:
     key_norm: Tensor | None = None
     norm_eps: float = 0.0
 
+    def fits(self, key: Tensor, value: Tensor) -> bool:
+        """Whether the weights have the rows of keys and values ``[batch, kv_heads, ..., dim]``."""
+        rows = self.key_weight.shape[0], self.value_weight.shape[0]
+        return rows == (key.shape[1] * key.shape[3], value.shape[1] * value.shape[3])
+
 
 class Latent(NamedTuple):
     """The weights of a layer, each split in two.
@@ -46,6 +50,14 @@ class Latent(NamedTuple):
     value_basis: Tensor
     value_rest: Tensor
 
+    def of(self, x: Tensor) -> list[Tensor]:
+        """Latents of keys and of values for inputs ``[batch, tokens, channels]``."""
+        return [to_latent(x, basis) for basis in (self.key_basis, self.value_basis)]
+
+    def rest(self, projection: Projection) -> Projection:
+        """What remains to be done with the latents."""
+        return projection._replace(key_weight=self.key_rest, value_weight=self.value_rest)
+
 
 class Rotary(Protocol):
     """A rotary embedding; equal ones give equal results."""
@@ -59,18 +71,20 @@ class Source(Protocol):
 
     Attributes:
         name: of the module, for errors.
+        latent: its weights split by their singular values, for a cache that needs them.
     """
 
     name: str
+    latent: Latent | None
 
-    def projection(self, key: Tensor, value: Tensor) -> Projection:
-        """Its weights as they are now, for keys and values of such shapes."""
+    def projection(self, kv_heads: int, dims: tuple[int, int]) -> Projection:
+        """Its weights as they are now."""
+
+    def embedded(self, ids: Tensor) -> Tensor | None:
+        """What embedding and norm make of tokens, None where the module is not the first."""
 
     def settle(self, x: Tensor, key: Tensor, value: Tensor, cos_sin: CosSin | None) -> None:
         """Raise ValueError unless the projection of ``x`` gives these keys and values."""
-
-    def latent(self) -> Latent:
-        """Its weights split by their singular values."""
 
 
 class Staged(NamedTuple):
@@ -81,9 +95,11 @@ class Staged(NamedTuple):
         cos_sin: of the new tokens, None without a rotary embedding.
         rotary: the rotary embedding that they come from.
         positions: int ``[batch or 1, tokens]``.
+        ids: int ``[batch, tokens]``, the tokens, if the model was given such.
     """
 
     x: Tensor
     cos_sin: CosSin | None = None
     rotary: Rotary | None = None
     positions: Tensor | None = None
+    ids: Tensor | None = None

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from torch_kvq._memory import empty_buffer
+from torch_kvq._x_formats import XFormat
 from torch_kvq.cache.memory import tensor_bytes
 from torch_kvq.cache.pages import BlockTable, PagePool
 from torch_kvq.cache.state import normal_tensors
-from torch_kvq.cache.x_standin import record_bytes
-from torch_kvq.formats import TILE_TOKENS
+from torch_kvq.formats import PASS_THROUGH_BITS, TILE_TOKENS
 
 _S = TypeVar("_S", bound="XState")
 
@@ -38,7 +38,9 @@ class Stream(NamedTuple):
         Args:
             itemsize: bytes of an element of the model's dtype.
         """
-        return record_bytes(self.channels, self.bits, self.axis, itemsize)
+        if self.bits == PASS_THROUGH_BITS:
+            return TILE_TOKENS * self.channels * itemsize
+        return XFormat(self.channels, self.bits, self.axis, itemsize).record_bytes
 
 
 class XState:
@@ -70,11 +72,6 @@ class XState:
     def device(self) -> torch.device:
         """Where all tensors are."""
         return self.tails[0].device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The model's dtype."""
-        return self.tails[0].dtype
 
     @property
     def batch_size(self) -> int:

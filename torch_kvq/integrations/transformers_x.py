@@ -10,12 +10,18 @@ from transformers.cache_utils import Cache
 
 from torch_kvq.cache import aliases
 from torch_kvq.cache.policy import LayerPolicy
+from torch_kvq.cache.x_bytes import LayerDims, bytes_per_token, fewest_bytes
+from torch_kvq.cache.x_cross import CrossLayer
+from torch_kvq.cache.x_embedded import EmbeddedLayer
+from torch_kvq.cache.x_latent import LatentLayer
 from torch_kvq.cache.x_layer import XQuantLayer
 from torch_kvq.cache.x_options import XOptions
 from torch_kvq.cache.x_shared import Shared
 from torch_kvq.cache.x_source import Staged
+from torch_kvq.integrations.estimate import kv_heads
+from torch_kvq.integrations.latent import split_all
 from torch_kvq.integrations.projections import Attachment
-from torch_kvq.integrations.transformers import KVQCache, install
+from torch_kvq.integrations.transformers import KVQCache, decoder_config, head_dims, install
 
 _log = logging.getLogger("torch_kvq")
 
@@ -38,6 +44,7 @@ class XQuantCache(KVQCache):
         accumulator_bits: int = 4,
         strict: bool = False,
         skip_layers: Sequence[int] = (),
+        config: Any = None,
         model: Any = None,
         **unknown: NoReturn,
     ) -> None:
@@ -58,8 +65,11 @@ class XQuantCache(KVQCache):
         self._shared = Shared()
         self._attachment: Attachment | None = None
         Cache.__init__(self, layers=[])
+        self.bytes_per_token: dict[str, float] = {}
         if model is not None:
             self.bind(model)
+        elif config is not None:
+            self._lay_out(config)
 
     def bind(self, model: Any, max_length: int | None = None) -> None:
         """Take the layers of a model and catch their inputs; ``generate`` does this by itself."""
@@ -67,9 +77,8 @@ class XQuantCache(KVQCache):
             raise ValueError(
                 f"{type(model).__name__} has an encoder: a cache of layer inputs serves decoders"
             )
+        self._attachment = Attachment.of(model, _given)
         super().bind(model, max_length)
-        if self._attachment is None or self._attachment.model() is not model:
-            self._attachment = Attachment(model, _given)
         for index, layer in enumerate(self.layers):
             if not isinstance(layer, XQuantLayer):
                 continue
@@ -80,6 +89,13 @@ class XQuantCache(KVQCache):
                     "skip_layers or use KVQCache"
                 )
             layer.attach(self._attachment.sources[index])
+        latent = [
+            (layer.source, (dims.kv_heads, (dims.key_dim, dims.value_dim)))
+            for layer, dims in zip(self.packed_layers, self._dims(model.config), strict=True)
+            if isinstance(layer, LatentLayer)
+        ]
+        if latent:
+            split_all(*zip(*latent, strict=True))
 
     def stage(self, index: int, staged: Staged) -> None:
         """Take the input of a layer; the hooks of the model call this."""
@@ -88,21 +104,108 @@ class XQuantCache(KVQCache):
             layer.stage(staged)
 
     def _new_layer(self, options: Any = None) -> Any:
-        layer = XQuantLayer(options or self.options, self._shared)
-        layer.said = self._said
-        return layer
+        return XQuantLayer(self.options, self._shared)
 
     def _lay_out(self, config: Any) -> None:
         super()._lay_out(config)
-        for ordinal, layer in enumerate(self.packed_layers):
-            layer.ordinal = ordinal
+        dims = self._dims(config)
+        self.bytes_per_token = sizes = bytes_per_token(self.options, dims)
+        mode = self.options.mode
+        self.mode = fewest_bytes(sizes) if mode == "auto" else mode
+        if dims:
+            self._report(sizes)
+        layers: list[XQuantLayer] = []
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, XQuantLayer):
+                self.layers[index] = self._make_layer(index, layers, len(dims))
+                layers.append(self.layers[index])
+
+    def _make_layer(self, index: int, below: list[XQuantLayer], count: int) -> XQuantLayer:
+        """The next layer that stores its input."""
+        options, ordinal = self.options, len(below)
+        if self.mode == "latent":
+            layer: XQuantLayer = LatentLayer(options, self._shared, ordinal)
+        elif self.mode == "cl" and ordinal >= options.first_layers:
+            is_last = ordinal == count - 1
+            layer = CrossLayer(options, self._shared, ordinal, below[-1], is_last)
+        else:
+            if self.mode == "cl":
+                options = options.with_bits(options.first_bits)
+            kind = XQuantLayer if index else EmbeddedLayer
+            layer = kind(options, self._shared, ordinal)
+        layer.said = self._said
+        return layer
+
+    def _dims(self, config: Any) -> list[LayerDims]:
+        sources = {} if self._attachment is None else self._attachment.sources
+        dims = []
+        for index, own in enumerate(decoder_config(config).per_layer_config[: len(self.layers)]):
+            if isinstance(self.layers[index], XQuantLayer):
+                pair, source = head_dims(own), sources.get(index)
+                heads = kv_heads(own) if source is None else source.kv_heads(own, pair)
+                dims.append(LayerDims(own.hidden_size, heads, *pair))
+        return dims
+
+    def _report(self, sizes: dict[str, float]) -> None:
+        """Say what a token takes, once for each layout."""
+        said = f"{self.mode} {sizes}"
+        if said in self._said:
+            return
+        self._said.add(said)
+        _log.info(
+            "mode %r at %d bits%s; bytes per token: %s",
+            self.mode,
+            self.options.bits,
+            ", which takes the fewest bytes" if self.options.mode == "auto" else "",
+            ", ".join(f"{name} {size:.0f}" for name, size in sizes.items()),
+        )
+        if sizes["KVQCache"] < sizes[self.mode]:
+            _log.warning(
+                "keys and values of this model take %.0f bytes per token in a KVQCache, layer "
+                "inputs %.0f in mode %r: a KVQCache is smaller and faster",
+                sizes["KVQCache"],
+                sizes[self.mode],
+                self.mode,
+            )
+
+    def flush(self) -> None:
+        """Pack the tokens that are due in all layers, from the first on."""
+        for layer in self.packed_layers:
+            layer.flush()
+
+    def crop(self, max_length: int) -> None:
+        """Remove the last tokens, see `KVQCache.crop`."""
+        self.flush()
+        # A page that is cut is decoded, for which the layers below must be whole.
+        for layer in reversed(self.layers):
+            layer.crop(max_length)
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Let row i become what row ``beam_idx[i]`` is."""
+        self.flush()
+        super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row ``repeats`` times."""
+        self.flush()
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keep the rows ``indices`` in this order."""
+        self.flush()
+        super().batch_select_indices(indices)
 
     def fork(self: _C) -> _C:
         """Another cache with the same tokens, see `KVQCache.fork`."""
         fork = super().fork()
         fork._shared = self._shared.fork()
+        below = None
         for layer in fork.packed_layers:
             layer.shared = fork._shared
+            if isinstance(layer, CrossLayer):
+                assert below is not None
+                layer.below = below
+            below = layer
         return fork
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from torch_kvq.cache.x_standin import dequantize_x, quantize_x
+from torch_kvq.reference.x import dequantize_x, quantize_x
 
 
 def quantize_difference(x: Tensor, below: Tensor, bits: int, axis: str) -> Tensor:

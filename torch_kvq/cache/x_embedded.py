@@ -1,0 +1,69 @@
+"""The first layer, whose input follows from the token where there is nothing else in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_kvq.cache.x_layer import XQuantLayer
+from torch_kvq.cache.x_source import Staged
+from torch_kvq.cache.x_state import Stream, XState
+
+
+class EmbeddedLayer(XQuantLayer):
+    """Tokens by their numbers, from which embedding and norm give the layer's input exactly.
+
+    This is tried on every update. Where the input is another one, since positions, images or given
+    embeddings are in it, the layer stores inputs like the others from then on.
+    """
+
+    _by_number = False
+
+    def _parts_of(self, staged: Staged) -> list[Tensor]:
+        matches = self._matches(staged)
+        if self.state is None or self.state.is_empty:
+            self._by_number = matches
+            self.state = None
+        elif self._by_number and not matches:
+            self._store_inputs()
+        if not self._by_number:
+            return super()._parts_of(staged)
+        assert staged.ids is not None
+        return [staged.ids.to(torch.int32).unsqueeze(-1)]
+
+    def _matches(self, staged: Staged) -> bool:
+        assert self.source is not None
+        if staged.ids is None or staged.ids.shape != staged.x.shape[:2]:
+            return False
+        made = self.source.embedded(staged.ids)
+        return made is not None and torch.equal(made, staged.x)
+
+    def _store_inputs(self) -> None:
+        """Let the tokens so far be inputs, too."""
+        x = self._whole()[0]
+        self._by_number = False
+        self.state = XState(x, self.streams(x.shape[2]))
+        self.state.append([x])
+        self.flush()
+
+    def streams(self, channels: int) -> list[Stream]:
+        """Numbers, or the input."""
+        return [Stream(1, 16, "token")] if self._by_number else super().streams(channels)
+
+    def _due(self) -> int:
+        return 0 if self._by_number else super()._due()
+
+    def handed_on(self, first: int, last: int) -> Tensor:
+        """Input of tokens, from which a layer above takes its differences."""
+        return self._inputs()[:, first:last] if self._by_number else super().handed_on(first, last)
+
+    def _whole(self) -> list[Tensor]:
+        return [self._inputs()] if self._by_number else super()._whole()
+
+    def _inputs(self) -> Tensor:
+        assert self.source is not None
+        made: Any = self.source.embedded(self.state.recent[0].squeeze(-1))
+        assert made is not None
+        return made.to(self._like.dtype)

@@ -1,0 +1,37 @@
+"""A layer that stores its input in the row spaces of its key and value weights."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from torch_kvq.cache.x_layer import XQuantLayer
+from torch_kvq.cache.x_source import Latent, Projection, Staged
+from torch_kvq.cache.x_state import Stream
+
+
+class LatentLayer(XQuantLayer):
+    """Two coordinates of every input, one for the keys and one for the values.
+
+    With grouped queries these are fewer channels than the input has, and as many as keys and
+    values have. Nothing is lost beside the bits of the codes.
+    """
+
+    def streams(self, channels: int) -> list[Stream]:
+        """The latents of keys and of values."""
+        latent, axis, bits = self._latent, self.options.axis, self.options.bits
+        axes = ("channel", "token") if axis == "auto" else (axis, axis)
+        bases = (latent.key_basis, latent.value_basis)
+        return [Stream(len(basis), bits, own) for basis, own in zip(bases, axes, strict=True)]
+
+    @property
+    def _latent(self) -> Latent:
+        assert self.source is not None
+        if self.source.latent is None:
+            raise ValueError(f"{self.source.name} was not split by its singular values")
+        return self.source.latent
+
+    def _parts_of(self, staged: Staged) -> list[Tensor]:
+        return self._latent.of(staged.x)
+
+    def _projection(self) -> Projection:
+        return self._latent.rest(super()._projection())
