@@ -21,6 +21,7 @@ from torch_kvq.cache import KVQLayer, MemoryReport
 
 if TYPE_CHECKING:
     from torch_kvq.integrations.estimate import estimate
+    from torch_kvq.integrations.similarity import cross_layer_similarity
     from torch_kvq.integrations.transformers import KVQCache
     from torch_kvq.integrations.transformers_x import XQuantCache
 
@@ -33,6 +34,7 @@ __all__ = [
     "XQuantCache",
     "cpu_capabilities",
     "cpu_capability",
+    "cross_layer_similarity",
     "dequantize_far",
     "dequantize_tile",
     "dequantize_x",
@@ -51,6 +53,7 @@ __all__ = [
 _LAZY = {
     "KVQCache": "transformers",
     "XQuantCache": "transformers_x",
+    "cross_layer_similarity": "similarity",
     "estimate": "estimate",
 }
 """Names of `torch_kvq.integrations`, by their module."""

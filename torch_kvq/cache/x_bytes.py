@@ -55,13 +55,11 @@ def bytes_per_token(
         >>> layers = [LayerDims(4096, 32, 128, 128)] * 32
         >>> sizes = bytes_per_token(XOptions(bits=2), layers)
         >>> [round(sizes["fp16"] / sizes[mode], 1) for mode in ("x", "cl", "latent", "KVQCache")]
-        [14.2, 12.4, 7.0, 7.2]
+        [14.2, 12.4, 7.1, 7.2]
     """
-    axis = "token" if options.axis == "auto" else options.axis
-    latent_axes = ("channel", "token") if options.axis == "auto" else (axis, axis)
 
-    def size(channels: int, bits: int, own: str = axis) -> float:
-        return Stream(channels, bits, own).record_bytes(itemsize) / TILE_TOKENS
+    def size(channels: int, bits: int, axis: str = options.group_axis) -> float:
+        return Stream(channels, bits, axis).record_bytes(itemsize) / TILE_TOKENS
 
     shared = _POSITION + len(layers) * _PAGE_NUMBER / TILE_TOKENS
     cross = 0.0
@@ -70,11 +68,7 @@ def bytes_per_token(
         cross += size(layer.channels, options.first_bits if is_first else options.bits)
     if len(layers) > options.first_layers + 1:
         cross += size(layers[0].channels, options.accumulator_bits, "token")
-    latent = sum(
-        size(channels, options.bits, own)
-        for layer in layers
-        for channels, own in zip(layer.latents, latent_axes, strict=True)
-    )
+    latent = sum(size(channels, options.bits) for layer in layers for channels in layer.latents)
     bits = options.bits if options.bits in (2, 3, 16) else 4
     return {
         "x": shared + sum(size(layer.channels, options.bits) for layer in layers),

@@ -18,10 +18,8 @@ class LatentLayer(XQuantLayer):
 
     def streams(self, channels: int) -> list[Stream]:
         """The latents of keys and of values."""
-        latent, axis, bits = self._latent, self.options.axis, self.options.bits
-        axes = ("channel", "token") if axis == "auto" else (axis, axis)
-        bases = (latent.key_basis, latent.value_basis)
-        return [Stream(len(basis), bits, own) for basis, own in zip(bases, axes, strict=True)]
+        latent, axis, bits = self._latent, self.options.group_axis, self.options.bits
+        return [Stream(len(x), bits, axis) for x in (latent.key_basis, latent.value_basis)]
 
     @property
     def _latent(self) -> Latent:

@@ -60,8 +60,7 @@ class XQuantLayer(CacheLayer):
 
     def streams(self, channels: int) -> list[Stream]:
         """What is stored of a token whose input has so many channels."""
-        axis = "token" if self.options.axis == "auto" else self.options.axis
-        return [Stream(channels, self.options.bits, axis)]
+        return [Stream(channels, self.options.bits, self.options.group_axis)]
 
     def attach(self, source: Source) -> None:
         """Make keys and values with the weights of an attention module."""

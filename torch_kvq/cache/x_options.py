@@ -22,8 +22,8 @@ class XOptions:
             before is rebuilt to, ``"latent"`` its parts in the row spaces of the key and the value
             weights; ``"auto"`` takes the one of fewest bytes.
         axis: along what a group of 64 elements with one scale runs: the channels of a
-            ``"token"``, or the tokens of a ``"channel"``; ``"auto"`` takes tokens' channels, and
-            for the latents of keys channels' tokens.
+            ``"token"``, or the tokens of a ``"channel"``. ``"auto"`` is ``"token"``, also for the
+            latents of keys: once channels are rotated it has less error at fewer bytes.
         residual_length: recent tokens that stay exact; up to 63 more do.
         first_layers: layers of ``"cl"`` that store their input, at no less than 4 bits; the last
             of them is where the differences begin.
@@ -58,6 +58,11 @@ class XOptions:
     def first_bits(self) -> int:
         """Bits of the first layers of ``"cl"``."""
         return max(self.bits, 4)
+
+    @property
+    def group_axis(self) -> str:
+        """``"token"`` or ``"channel"``."""
+        return "token" if self.axis == "auto" else self.axis
 
     def with_bits(self, bits: int) -> XOptions:
         """The same options with other bits."""

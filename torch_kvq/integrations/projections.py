@@ -188,6 +188,17 @@ def _norm_weight(norm: Any, name: str) -> tuple[Tensor, float]:
     return factor.detach(), float(eps)
 
 
+def find_attention(model: nn.Module) -> dict[int, tuple[str, nn.Module]]:
+    """Names and attention modules of a model by layer, without those that attend to others."""
+    return {
+        module.layer_idx: (name, module)
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "layer_idx", None), int)
+        and _projections(module)
+        and not getattr(module, "is_cross_attention", False)
+    }
+
+
 class Attachment:
     """Hooks in a model that stage the inputs of its attention modules; removed with the object.
 
@@ -222,15 +233,11 @@ class Attachment:
             hook: Any = functools.partial(_note_ids, recent)
             handles.append(embedding.register_forward_pre_hook(hook))
         modules = dict(model.named_modules())
-        for name, module in modules.items():
+        for module in modules.values():
             if type(module).__name__.endswith("RotaryEmbedding"):
                 hook = functools.partial(_note_positions, inspect.signature(module.forward))
                 handles.append(module.register_forward_hook(hook, with_kwargs=True))
-            index = getattr(module, "layer_idx", None)
-            if not isinstance(index, int) or not _projections(module):
-                continue
-            if getattr(module, "is_cross_attention", False):
-                continue
+        for index, (name, module) in find_attention(model).items():
             self.sources[index] = source = AttentionSource(name, module)
             norm = getattr(modules[name.rpartition(".")[0]], "input_layernorm", None)
             if index == 0 and embedding is not None and norm is not None:
