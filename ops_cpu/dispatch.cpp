@@ -17,7 +17,8 @@ struct Tiers {
                        &scalar::packed_attention,
                        &scalar::exact_attention,
                        &scalar::far_encode,
-                       &scalar::far_attention};
+                       &scalar::far_attention,
+                       &scalar::x};
 #if defined(__x86_64__)
   const Kernels avx2{"avx2",
                      &avx2::transform,
@@ -26,7 +27,8 @@ struct Tiers {
                      &avx2::packed_attention,
                      &avx2::exact_attention,
                      &avx2::far_encode,
-                     &avx2::far_attention};
+                     &avx2::far_attention,
+                     &avx2::x};
   const Kernels avx512vnni{"avx512vnni",
                            &avx512vnni::transform,
                            &avx512vnni::encode,
@@ -34,7 +36,8 @@ struct Tiers {
                            &avx512vnni::packed_attention,
                            &avx512vnni::exact_attention,
                            &avx512vnni::far_encode,
-                           &avx512vnni::far_attention};
+                           &avx512vnni::far_attention,
+                           &avx512vnni::x};
 #endif
   const Kernels* list[8] = {};
 

@@ -129,6 +129,20 @@ struct FarAttentionKernels {
                 int16_t* places);
 };
 
+// Codes of a group of a layer input: channels of a token, or tokens of a channel.
+constexpr int kGroupCodes = 64;
+
+struct XKernels {
+  // out[count, 64] = level * scale of packed groups that lie one after the other; the scales are
+  // float16, not aligned.
+  void (*decode_groups)(const uint8_t* packed, const uint8_t* scales, int64_t count, int bits,
+                        float* out);
+  // rows[t * stride + c] = group[c * 64 + t] + offset[c].
+  void (*transpose)(const float* group, const float* offset, float* rows, int64_t stride);
+  // The 64 codes of x / scale within +-127; those of 0 when the scale is 0.
+  void (*write_int8)(const float* x, float scale, uint8_t* codes);
+};
+
 struct Kernels {
   const char* name;
   const TransformKernels* transform;
@@ -138,6 +152,7 @@ struct Kernels {
   const ExactAttentionKernels* exact;
   const FarEncodeKernels* far_encode;
   const FarAttentionKernels* far;
+  const XKernels* x;
 };
 
 namespace scalar {
@@ -148,6 +163,7 @@ extern const PackedAttentionKernels packed_attention;
 extern const ExactAttentionKernels exact_attention;
 extern const FarEncodeKernels far_encode;
 extern const FarAttentionKernels far_attention;
+extern const XKernels x;
 }  // namespace scalar
 namespace avx2 {
 extern const TransformKernels transform;
@@ -157,6 +173,7 @@ extern const PackedAttentionKernels packed_attention;
 extern const ExactAttentionKernels exact_attention;
 extern const FarEncodeKernels far_encode;
 extern const FarAttentionKernels far_attention;
+extern const XKernels x;
 }  // namespace avx2
 namespace avx512vnni {
 extern const TransformKernels transform;
@@ -166,6 +183,7 @@ extern const PackedAttentionKernels packed_attention;
 extern const ExactAttentionKernels exact_attention;
 extern const FarEncodeKernels far_encode;
 extern const FarAttentionKernels far_attention;
+extern const XKernels x;
 }  // namespace avx512vnni
 
 // Tables of this machine, fastest first, ended by null.

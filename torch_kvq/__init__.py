@@ -16,7 +16,8 @@ from torch_kvq._ops import (
     quantize_tile_,
 )
 from torch_kvq._tiered_ops import dequantize_far, quantize_far, tiered_attention
-from torch_kvq._x_ops import dequantize_x, quantize_x
+from torch_kvq._x_cost import Absorption, choose_absorption, remat_flops
+from torch_kvq._x_ops import dequantize_x, quantize_x, remat_attention, remat_kv
 from torch_kvq.cache import KVQLayer, MemoryReport
 
 if TYPE_CHECKING:
@@ -28,10 +29,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Absorption",
     "KVQCache",
     "KVQLayer",
     "MemoryReport",
     "XQuantCache",
+    "choose_absorption",
     "cpu_capabilities",
     "cpu_capability",
     "cross_layer_similarity",
@@ -46,6 +49,9 @@ __all__ = [
     "quantize_tile",
     "quantize_tile_",
     "quantize_x",
+    "remat_attention",
+    "remat_flops",
+    "remat_kv",
     "tiered_attention",
 ]
 

@@ -30,6 +30,16 @@ void load_bounded(const void* in, Float type, float* out, int dim) {
   }
 }
 
+// As float_to_bfloat, in the low halves of the lanes.
+inline __m256i to_bfloat(__m256 x) {
+  const __m256i bits = _mm256_castps_si256(x), high = _mm256_srli_epi32(bits, 16);
+  const __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_srli_epi32(
+      _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF))), 16);
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  return _mm256_blendv_epi8(rounded, _mm256_or_si256(high, _mm256_set1_epi32(0x40)), nan);
+}
+
 void store(const float* in, void* out, Float type, int64_t count) {
   if (type == Float::kFloat32) {
     std::memcpy(out, in, count * sizeof(float));
@@ -40,6 +50,13 @@ void store(const float* in, void* out, Float type, int64_t count) {
     for (; i + 8 <= count; i += 8)
       _mm_storeu_si128(reinterpret_cast<__m128i*>(static_cast<uint16_t*>(out) + i),
                        _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
+  else
+    for (; i + 16 <= count; i += 16) {
+      const __m256i words = _mm256_packus_epi32(to_bfloat(_mm256_loadu_ps(in + i)),
+                                                to_bfloat(_mm256_loadu_ps(in + i + 8)));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(static_cast<uint16_t*>(out) + i),
+                          _mm256_permute4x64_epi64(words, 0xD8));
+    }
   scalar::transform.store(in + i, static_cast<uint16_t*>(out) + i, type, count - i);
 }
 

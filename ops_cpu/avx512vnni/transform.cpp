@@ -30,6 +30,16 @@ void load_bounded(const void* in, Float type, float* out, int dim) {
   }
 }
 
+// As float_to_bfloat.
+inline __m256i to_bfloat(__m512 x) {
+  const __m512i bits = _mm512_castps_si512(x), high = _mm512_srli_epi32(bits, 16);
+  const __m512i odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_srli_epi32(
+      _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF))), 16);
+  const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  return _mm512_cvtepi32_epi16(_mm512_mask_or_epi32(rounded, nan, high, _mm512_set1_epi32(0x40)));
+}
+
 void store(const float* in, void* out, Float type, int64_t count) {
   if (type == Float::kFloat32) {
     std::memcpy(out, in, count * sizeof(float));
@@ -40,6 +50,10 @@ void store(const float* in, void* out, Float type, int64_t count) {
     for (; i + 16 <= count; i += 16)
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(static_cast<uint16_t*>(out) + i),
                           _mm512_cvtps_ph(_mm512_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
+  else
+    for (; i + 16 <= count; i += 16)
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(static_cast<uint16_t*>(out) + i),
+                          to_bfloat(_mm512_loadu_ps(in + i)));
   scalar::transform.store(in + i, static_cast<uint16_t*>(out) + i, type, count - i);
 }
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from torch_kvq._x_ops import dequantize_x, quantize_x
+from torch_kvq._x_ops import quantize_x
 from torch_kvq.cache.x_layer import XQuantLayer
 from torch_kvq.cache.x_options import XOptions
 from torch_kvq.cache.x_shared import Shared
-from torch_kvq.reference.cross_layer import dequantize_difference, quantize_difference
+from torch_kvq.cache.x_source import Records
+from torch_kvq.reference.cross_layer import quantize_difference, sum_of_records
 
 
 class CrossLayer(XQuantLayer):
@@ -38,26 +39,34 @@ class CrossLayer(XQuantLayer):
         self.below = below
         self.is_last = is_last
 
-    def handed_on(self, first: int, last: int) -> Tensor:
+    def handed_on(self, first: int, last: int) -> Records:
         """Input of packed tokens, from which the layer above takes its differences."""
+        bits, axis = self.options.accumulator_bits, self.options.group_axis
         records = self.shared.sum_of(self.ordinal, (first, last))
         if records is None:
-            self.decode(first, last)
-            records = self.shared.sum_of(self.ordinal, (first, last))
-            assert records is not None
-        bits, channels = self.options.accumulator_bits, self.state.streams[0].channels
-        return dequantize_x(records, channels, bits, "token", dtype=self._like.dtype)
+            records = quantize_x(self.decode(first, last)[0], bits, axis)
+            self.shared.hand_on(self.ordinal, (first, last), records)
+        return Records([records], [bits], axis, self.state.tails[0])
 
     def decode(self, first: int, last: int) -> list[Tensor]:
         """Packed tokens ``first`` to ``last``, whole pages of them."""
-        (stream,) = self.state.streams
+        records, bits, axis, like = self._sum(first, last)
+        return [sum_of_records(records, like.shape[2], bits, axis, like.dtype)]
+
+    def _sum(self, first: int, last: int) -> Records:
+        """What the layer below hands on, and the difference to it."""
         below = self.below.handed_on(first, last)
-        records = self.state.records(0, first, last)
-        x = dequantize_difference(records, below, stream.bits, stream.axis)
-        bits = self.options.accumulator_bits
-        handed_on = None if self.is_last else quantize_x(x, bits, "token")
-        self.shared.hand_on(self.ordinal, (first, last), handed_on)
-        return [x]
+        own = self.state.records(0, first, last)
+        return below._replace(
+            records=[*below.records, own], bits=[*below.bits, self.state.streams[0].bits]
+        )
+
+    def _stored(self) -> list[Records]:
+        tokens = (0, self.state.quantized)
+        stored = [self._sum(*tokens)._replace(exact=self.state.recent[0])]
+        if self.is_last:
+            self.shared.hand_on(self.ordinal, tokens, None)
+        return stored
 
     def _encode(self, oldest: list[Tensor]) -> list[Tensor]:
         (x,), (stream,) = oldest, self.state.streams
@@ -65,4 +74,4 @@ class CrossLayer(XQuantLayer):
         below = self.below.handed_on(*tokens)
         if self.is_last:
             self.shared.hand_on(self.ordinal, tokens, None)
-        return [quantize_difference(x, below, stream.bits, stream.axis)]
+        return [quantize_difference(x, below.records, below.bits, stream.bits, stream.axis)]

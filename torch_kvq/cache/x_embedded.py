@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_kvq._x_ops import quantize_x
 from torch_kvq.cache.x_layer import XQuantLayer
-from torch_kvq.cache.x_source import Staged
+from torch_kvq.cache.x_source import Records, Staged
 from torch_kvq.cache.x_state import Stream, XState
+from torch_kvq.formats import PASS_THROUGH_BITS
 
 
 class EmbeddedLayer(XQuantLayer):
@@ -55,15 +57,27 @@ class EmbeddedLayer(XQuantLayer):
     def _due(self) -> int:
         return 0 if self._by_number else super()._due()
 
-    def handed_on(self, first: int, last: int) -> Tensor:
+    def handed_on(self, first: int, last: int) -> Records:
         """Input of tokens, from which a layer above takes its differences."""
-        return self._inputs()[:, first:last] if self._by_number else super().handed_on(first, last)
+        if not self._by_number:
+            return super().handed_on(first, last)
+        return self._exactly(self._inputs(slice(first, last)))
+
+    def _stored(self) -> list[Records]:
+        if not self._by_number:
+            return super()._stored()
+        x = self._inputs()
+        return [self._exactly(x[:, :0])._replace(exact=x)]
+
+    def _exactly(self, x: Tensor) -> Records:
+        records = quantize_x(x, PASS_THROUGH_BITS)
+        return Records([records], [PASS_THROUGH_BITS], self.options.group_axis, x[:, :0])
 
     def _whole(self) -> list[Tensor]:
         return [self._inputs()] if self._by_number else super()._whole()
 
-    def _inputs(self) -> Tensor:
+    def _inputs(self, tokens: slice = slice(None)) -> Tensor:
         assert self.source is not None
-        made: Any = self.source.embedded(self.state.recent[0].squeeze(-1))
+        made: Any = self.source.embedded(self.state.recent[0][:, tokens].squeeze(-1))
         assert made is not None
         return made.to(self._like.dtype)

@@ -7,16 +7,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from torch_kvq._x_ops import dequantize_x, quantize_x
-from torch_kvq.cache.exact import attend_exact
+from torch_kvq._x_ops import dequantize_x, quantize_x, remat_attention
 from torch_kvq.cache.handle import KVQHandle
 from torch_kvq.cache.memory import tensor_bytes
 from torch_kvq.cache.opaque import outside_graphs
 from torch_kvq.cache.protocol import CacheLayer
 from torch_kvq.cache.x_options import XOptions
 from torch_kvq.cache.x_shared import CosSin, Shared
-from torch_kvq.cache.x_source import Projection, Rotary, Source, Staged
-from torch_kvq.cache.x_standin import remat
+from torch_kvq.cache.x_source import Projection, Records, Rotary, Source, Staged, rebuild
 from torch_kvq.cache.x_state import Stream, XState
 from torch_kvq.formats import TILE_TOKENS
 
@@ -190,9 +188,11 @@ class XQuantLayer(CacheLayer):
             for part, stream in zip(oldest, self.state.streams, strict=True)
         ]
 
-    def handed_on(self, first: int, last: int) -> Tensor:
+    def handed_on(self, first: int, last: int) -> Records:
         """Input of packed tokens, from which a layer above takes its differences."""
-        return self.decode(first, last)[0]
+        (stream,) = self.state.streams
+        records = self.state.records(0, first, last)
+        return Records([records], [stream.bits], stream.axis, self.state.tails[0])
 
     def decode(self, first: int, last: int) -> list[Tensor]:
         """Packed tokens ``first`` to ``last``, whole pages of them, of each stream."""
@@ -226,11 +226,14 @@ class XQuantLayer(CacheLayer):
             return None
         return self.shared.cos_sin(rotary, lambda positions: rotary(positions, like))
 
-    def rebuild(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of all tokens."""
-        parts = self._whole()
-        cos_sin = self._cos_sin() or (None, None)
-        return remat(parts[0], parts[-1], self._kind[2], *self._projection(), *cos_sin)
+    def _stored(self) -> list[Records]:
+        """Packed and exact tokens by stream, as attention reads them."""
+        return [
+            Records([self.state.records(index)], [stream.bits], stream.axis, exact)
+            for index, (stream, exact) in enumerate(
+                zip(self.state.streams, self.state.recent, strict=True)
+            )
+        ]
 
     @_eager
     def attend(
@@ -239,14 +242,55 @@ class XQuantLayer(CacheLayer):
         attn_mask: Tensor | None = None,
         scale: float | None = None,
         is_causal: bool = False,
-        **options: Any,
+        *,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        precision: str = "exact",
     ) -> Tensor:
-        """Attention over all tokens of the layer, as `torch_kvq.KVQLayer.attend`."""
+        """Attention over all tokens of the layer.
+
+        Args:
+            query: ``[batch, heads, T, key_dim]``; its last token belongs to the last one held.
+            attn_mask: bool or additive, broadcastable to ``[batch, heads, T, positions]``.
+            scale: factor of the scores, ``key_dim ** -0.5`` when not given.
+            is_causal: mask keys behind the query's position.
+            sliding_window: attend only to the last so many positions, the query's own included.
+            softcap: scores become ``softcap * tanh(score / softcap)`` before the mask.
+            sinks: ``[heads]``, a logit per head that joins the softmax without a value.
+            precision: ``"exact"``; there is no other.
+
+        Returns:
+            ``[batch, heads, T, value_dim]`` in the query's dtype.
+
+        Raises:
+            ValueError: no tokens, or arguments that do not fit the layer.
+        """
         if self.state is None or self.source is None:
             raise ValueError("attend() needs tokens and a model, use the cache with generate()")
-        key, value = self.rebuild()
-        out = attend_exact(
-            query, key, value, attn_mask, scale=scale, is_causal=is_causal, **options
+        if precision != "exact":
+            raise ValueError(f"precision must be 'exact', got {precision!r}")
+        if attn_mask is not None and attn_mask.dim() < 4:
+            attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
+        key, *others = self._stored()
+        row = [0, self.state.length, self.state.length - key.exact.shape[1]]
+        lengths = key.exact.new_tensor([row], dtype=torch.int32)
+        out, _ = remat_attention(
+            query.detach(),
+            key.records,
+            key.exact,
+            lengths.repeat(len(query), 1),
+            **self._projection().arguments(self._kind[2], self._cos_sin()),
+            **_value_arguments(others),
+            bits=key.bits,
+            axis=key.axis,
+            attn_mask=attn_mask,
+            scale=scale,
+            is_causal=is_causal,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            sinks=None if sinks is None else sinks.detach(),
+            absorb_value=self.options.absorb_value,
         )
         self.flush()
         return out
@@ -264,7 +308,7 @@ class XQuantLayer(CacheLayer):
                 "read packed caches or for a result that packed attention does not give"
             )
         self.materialized += 1
-        return self.rebuild()
+        return rebuild(self._whole(), self._projection(), self._kind[2], self._cos_sin())
 
     @property
     def keys(self) -> KVQHandle | None:
@@ -337,6 +381,19 @@ class XQuantLayer(CacheLayer):
     def __getstate__(self) -> dict[str, Any]:
         # Modules stay with their model; a copy that is loaded is bound anew.
         return self.__dict__ | {"_staged": None}
+
+
+def _value_arguments(streams: list[Records]) -> dict[str, Any]:
+    """Arguments for values that are made of a stream of their own."""
+    if not streams:
+        return {}
+    (value,) = streams
+    return {
+        "value_records": value.records,
+        "value_bits": value.bits,
+        "value_axis": value.axis,
+        "value_exact": value.exact,
+    }
 
 
 def _last(cos_sin: CosSin, last: slice) -> CosSin:

@@ -28,6 +28,8 @@ class XOptions:
         first_layers: layers of ``"cl"`` that store their input, at no less than 4 bits; the last
             of them is where the differences begin.
         accumulator_bits: bits of the sum of differences while it is handed from layer to layer.
+        absorb_value: multiply what attention takes from the inputs, and not the inputs, by the
+            weight of the values; where that costs less when None.
         strict: raise where keys or values would have to be rebuilt whole.
 
     Example:
@@ -41,6 +43,7 @@ class XOptions:
     residual_length: int = 128
     first_layers: int = 3
     accumulator_bits: int = 4
+    absorb_value: bool | None = None
     strict: bool = False
 
     max_cache_len = None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import torch.nn.functional as F
 from torch import Tensor
 
+from torch_kvq._x_ops import quantize_x, remat_kv
 from torch_kvq.cache.x_shared import CosSin
+from torch_kvq.formats import PASS_THROUGH_BITS, TILE_TOKENS
 from torch_kvq.reference.latent import to_latent
 
 
@@ -29,10 +32,60 @@ class Projection(NamedTuple):
     key_norm: Tensor | None = None
     norm_eps: float = 0.0
 
+    def arguments(self, kv_heads: int, cos_sin: CosSin | None) -> dict[str, Any]:
+        """Arguments of the operators."""
+        cos, sin = cos_sin or (None, None)
+        return self._asdict() | {"kv_heads": kv_heads, "cos": cos, "sin": sin}
+
     def fits(self, key: Tensor, value: Tensor) -> bool:
         """Whether the weights have the rows of keys and values ``[batch, kv_heads, ..., dim]``."""
         rows = self.key_weight.shape[0], self.value_weight.shape[0]
         return rows == (key.shape[1] * key.shape[3], value.shape[1] * value.shape[3])
+
+
+class Records(NamedTuple):
+    """Tokens of a stream, as the operators read them.
+
+    Attributes:
+        records: uint8 ``[batch, pages, record_bytes]`` each; their sum is what is meant.
+        bits: of each.
+        axis: of all.
+        exact: ``[batch, tokens, channels]``, the tokens behind those in pages.
+    """
+
+    records: list[Tensor]
+    bits: list[int]
+    axis: str
+    exact: Tensor
+
+
+def rebuild(
+    parts: list[Tensor], projection: Projection, kv_heads: int, cos_sin: CosSin | None
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of exact inputs.
+
+    Args:
+        parts: inputs ``[batch, tokens, channels]``, or those of keys and of values.
+        projection: the weights.
+        kv_heads: heads of keys and values.
+        cos_sin: cosines and sines of the tokens.
+
+    Returns:
+        ``[batch, kv_heads, tokens, key_dim]`` and ``[batch, kv_heads, tokens, value_dim]``.
+    """
+    tokens = parts[0].shape[1]
+    records = [quantize_x(part, PASS_THROUGH_BITS) for part in parts]
+    if cos_sin is not None:
+        cos, sin = (F.pad(x, (0, 0, 0, -tokens % TILE_TOKENS)) for x in cos_sin)
+        cos_sin = cos, sin
+    key, value = remat_kv(
+        records[:1],
+        **projection.arguments(kv_heads, cos_sin),
+        bits=[PASS_THROUGH_BITS],
+        value_records=records[1:],
+        value_bits=[PASS_THROUGH_BITS] * len(records[1:]),
+    )
+    return key[:, :, :tokens], value[:, :, :tokens]
 
 
 class Latent(NamedTuple):

@@ -93,8 +93,9 @@ class XState:
         """The exact tokens of each stream, ``[batch, tokens, channels]``."""
         return [tail[:, : self.length - self.quantized] for tail in self.tails]
 
-    def records(self, stream: int, first: int, last: int) -> Tensor:
+    def records(self, stream: int, first: int = 0, last: int | None = None) -> Tensor:
         """Records of the packed tokens ``first`` to ``last``, uint8 ``[batch, pages, bytes]``."""
+        last = self.quantized if last is None else last
         pages = self.table.tensor[:, first // TILE_TOKENS : last // TILE_TOKENS].long()
         begin = self._ends[stream - 1] if stream else 0
         return self.table.pool.tiles[pages, 0, begin : self._ends[stream]]

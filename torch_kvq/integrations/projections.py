@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from torch_kvq.cache.x_shared import CosSin
-from torch_kvq.cache.x_source import Latent, Projection, Staged
-from torch_kvq.cache.x_standin import remat
+from torch_kvq.cache.x_source import Latent, Projection, Staged, rebuild
 
 _FUSED = ("qkv_proj", "c_attn", "query_key_value", "Wqkv")
 _NORMS = ("k_norm", "k_layernorm", "key_layernorm")
@@ -141,13 +140,12 @@ class AttentionSource:
             ValueError: they are others.
         """
         own = self.projection(key.shape[1], (key.shape[3], value.shape[3]))
-        key_x = value_x = x
+        parts = [x]
         if self.latent is not None:
-            key_x, value_x = self.latent.of(x)
-            own = self.latent.rest(own)
+            parts, own = self.latent.of(x), self.latent.rest(own)
         error = float("inf")
         if own.fits(key, value):
-            rebuilt = remat(key_x, value_x, key.shape[1], *own, *(cos_sin or (None, None)))
+            rebuilt = rebuild(parts, own, key.shape[1], cos_sin)
             error = max(map(_distance, rebuilt, (key, value)))
         if error > _TOLERANCE[x.dtype]:
             raise ValueError(

@@ -42,6 +42,7 @@ class XQuantCache(KVQCache):
         residual_length: int = 128,
         first_layers: int = 3,
         accumulator_bits: int = 4,
+        absorb_value: bool | None = None,
         strict: bool = False,
         skip_layers: Sequence[int] = (),
         config: Any = None,
@@ -56,8 +57,9 @@ class XQuantCache(KVQCache):
             axis,
             residual_length,
             first_layers,
-            accumulator_bits=accumulator_bits,
-            strict=strict,
+            accumulator_bits,
+            absorb_value,
+            strict,
         )
         self.policy = LayerPolicy.parse(skip_layers)
         self.static = self._fits_itself = self._is_laid_out = False

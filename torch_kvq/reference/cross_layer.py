@@ -2,36 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
-from torch_kvq.reference.x import dequantize_x, quantize_x
+
+def sum_of_records(
+    records: Sequence[Tensor], channels: int, bits: Sequence[int], axis: str, dtype: torch.dtype
+) -> Tensor:
+    """Rebuild inputs that are the sum of several records, as `torch_kvq.remat_attention` does.
+
+    Args:
+        records: uint8 ``[batch, pages, record_bytes]`` each.
+        channels: channels of the input.
+        bits: bits of each.
+        axis: axis of all.
+        dtype: dtype of the result, and of records of 16 bits.
+
+    Returns:
+        ``[batch, 64 * pages, channels]``.
+    """
+    total: Tensor | None = None
+    for part, own in zip(records, bits, strict=True):
+        x = torch.ops.kvq.dequantize_x(part, channels, own, axis, True, dtype)
+        total = x if total is None else total + x
+    assert total is not None
+    return total
 
 
-def quantize_difference(x: Tensor, below: Tensor, bits: int, axis: str) -> Tensor:
+def quantize_difference(
+    x: Tensor,
+    below: Sequence[Tensor],
+    below_bits: Sequence[int],
+    bits: int,
+    axis: str,
+) -> Tensor:
     """Encode what a layer's input differs from what the layer below hands on.
 
     Args:
         x: ``[batch, tokens, channels]``, tokens a multiple of 64.
-        below: the same of the layer below, rebuilt from its codes.
+        below: records of the layer below, whose sum its input is rebuilt to.
+        below_bits: bits of each of them.
         bits: bits of the records.
-        axis: axis of the records.
+        axis: axis of all records.
 
     Returns:
         Records, uint8 ``[batch, pages, record_bytes]``.
     """
-    return quantize_x(x - below, bits, axis)
-
-
-def dequantize_difference(records: Tensor, below: Tensor, bits: int, axis: str) -> Tensor:
-    """Rebuild a layer's input from its difference.
-
-    Args:
-        records: uint8 ``[batch, pages, record_bytes]``.
-        below: what the layer below hands on, ``[batch, 64 * pages, channels]``.
-        bits: bits of the records.
-        axis: axis of the records.
-
-    Returns:
-        ``[batch, 64 * pages, channels]`` in the dtype of ``below``.
-    """
-    return below + dequantize_x(records, below.shape[-1], bits, axis, dtype=below.dtype)
+    rebuilt = sum_of_records(below, x.shape[-1], below_bits, axis, x.dtype)
+    difference: Tensor = torch.ops.kvq.quantize_x(x - rebuilt, bits, axis)
+    return difference

@@ -120,7 +120,12 @@ def _join_record(parts: list[Tensor], layout: formats.TileFormat) -> Tensor:
 
 def key_mean(key: Tensor) -> tuple[Tensor, Tensor]:
     """Mean of tiles of keys as int8 ``[..., dim]`` and its scale, float16 ``[..., 1]``."""
-    mean = token_sum(read_input(key)) * (1 / formats.TILE_TOKENS)
+    return quantized_mean(read_input(key))
+
+
+def quantized_mean(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean of dimension -2, 64 tokens, as int8 ``[..., dim]`` and its scale ``[..., 1]``."""
+    mean = token_sum(x) * (1 / formats.TILE_TOKENS)
     scale = (mean.abs().amax(-1, keepdim=True) / 127).to(torch.float16)
     divisor = scale.to(torch.float32)
     steps = torch.where(divisor > 0, mean / divisor, torch.zeros_like(mean))

@@ -193,6 +193,13 @@ def masked_scores(
         softcap: bound of the scores.
     """
     score = query @ key.repeat_interleave(query.shape[0] // key.shape[0], 0).mT * scale
+    return mask_scores(score, allowed, mask, softcap)
+
+
+def mask_scores(
+    score: Tensor, allowed: Tensor, mask: Tensor | None, softcap: float | None
+) -> Tensor:
+    """Softcap and masks of scaled scores; see `masked_scores`."""
     if softcap is not None:
         score = softcap * torch.tanh(score / softcap)
     if mask is not None and mask.dtype == torch.bool:
@@ -217,10 +224,10 @@ def weigh_values(score: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Te
     lse = torch.cat((score, extra), -1).logsumexp(-1)
     allowed = score != -torch.inf
     weights = (score - lse.unsqueeze(-1)).exp().masked_fill(~allowed, 0.0)
-    return _weighted_sum(weights, value, allowed), lse
+    return weighted_sum(weights, value, allowed), lse
 
 
-def _weighted_sum(weights: Tensor, value: Tensor, allowed: Tensor) -> Tensor:
+def weighted_sum(weights: Tensor, value: Tensor, allowed: Tensor) -> Tensor:
     """Weighted sum of values in which a masked NaN or infinity has no part."""
     broken = ~torch.isfinite(value)
     out = weights @ value.masked_fill(broken, 0.0)

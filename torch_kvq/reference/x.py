@@ -12,8 +12,8 @@ from torch_kvq.reference import hadamard
 from torch_kvq.reference.decode import read_bytes
 from torch_kvq.reference.encode import (
     encode_rotated,
-    key_mean,
     levels,
+    quantized_mean,
     read_input,
     to_bytes,
 )
@@ -42,7 +42,7 @@ def quantize_x(x: Tensor, bits: int, axis: str = "token", rotate: bool = True) -
         scale, codes = _encode_groups(z, bits)
         return torch.cat((to_bytes(scale), to_bytes(_pack(codes, bits))), -1)
     z = z.transpose(2, 3)
-    mean, mean_scale = key_mean(z)
+    mean, mean_scale = quantized_mean(z)
     offset = mean.to(torch.float32) * mean_scale.to(torch.float32)
     scale, codes = _encode_groups((z - offset.unsqueeze(-2)).mT.contiguous(), bits)
     parts = (scale, mean, mean_scale, _pack(codes, bits))
