@@ -1,0 +1,250 @@
+"""What caches of layer inputs store in each mode, and what it costs."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import DynamicCache
+
+from tests.integrations.scenarios import LONG, Scenario, beams, chunked, greedy, padded, rows
+from tests.models import tiny_config, tiny_model, token_ids
+from torch_kvq import XQuantCache, cross_layer_similarity
+
+pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values`:FutureWarning")
+
+MODES = ["x", "cl", "latent"]
+PROMPT = token_ids(1, 200)
+STEPS = token_ids(1, 8, seed=3)
+
+
+@pytest.fixture(autouse=True)
+def own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_KVQ_CACHE", str(tmp_path))
+
+
+def deep(name: str = "llama") -> Any:
+    return tiny_model(name, num_hidden_layers=4)
+
+
+def short(bits: int, mode: str, **options: Any) -> Any:
+    return XQuantCache(bits, mode=mode, residual_length=10, **{"first_layers": 2} | options)
+
+
+@torch.no_grad()
+def logits(model: Any, cache: Any) -> torch.Tensor:
+    model(PROMPT, past_key_values=cache)
+    return torch.cat([model(step, past_key_values=cache).logits for step in STEPS.split(1, 1)], 1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("scenario", [greedy, padded, beams, chunked, rows])
+def test_nothing_is_lost_at_16_bits(scenario: Scenario, name: str, mode: str) -> None:
+    model = deep(name)
+    expected = scenario(model, DynamicCache(config=model.config), LONG)
+    cache = short(16, mode, model=model, strict=True)
+    assert torch.equal(scenario(model, cache, LONG), expected)
+    assert cache.mode == mode
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_more_bits_are_nearer(mode: str) -> None:
+    model = deep()
+    exact = logits(model, DynamicCache())
+    errors = [
+        float((logits(model, short(bits, mode, model=model)) - exact).norm() / exact.norm())
+        for bits in (2, 3, 4, 8)
+    ]
+    assert errors == sorted(errors, reverse=True)
+    # Of "cl", the first layers and the sums stay at 4 bits.
+    assert 0 < errors[-1] < (0.1 if mode == "cl" else 0.05)
+
+
+def test_errors_do_not_add_up() -> None:
+    """What a layer is rebuilt to depends on what was handed on to it, with all its errors."""
+    model = tiny_model("llama", num_hidden_layers=8)
+    cache = short(3, "cl", model=model, accumulator_bits=2)
+    inputs: dict[int, torch.Tensor] = {}
+
+    def note(module: Any, args: Any, kwargs: Any) -> None:
+        inputs[module.layer_idx] = kwargs["hidden_states"]
+
+    hooks = [
+        layer.self_attn.register_forward_pre_hook(note, with_kwargs=True)
+        for layer in model.model.layers
+    ]
+    with torch.no_grad():
+        model(PROMPT, past_key_values=cache)
+    for hook in hooks:
+        hook.remove()
+    errors = []
+    for index, layer in enumerate(cache.layers[2:], start=2):
+        x, got = inputs[index][:, :128], layer.decode(0, 128)[0]
+        errors.append(float((got - x).norm() / x.norm()))
+    assert max(errors) < 0.3 and errors[-1] < 1.5 * errors[0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_are_edited_like_those_of_a_batch(mode: str) -> None:
+    model = deep()
+    prompt = token_ids(3, 200, seed=8)
+    selected, whole = short(4, mode, model=model), short(4, mode, model=model)
+    with torch.no_grad():
+        model(prompt, past_key_values=selected)
+        selected.batch_select_indices(torch.tensor([2, 0]))
+        selected.batch_repeat_interleave(2)
+        model(prompt[[2, 2, 0, 0]], past_key_values=whole)
+        got, want = (
+            model(STEPS[:, :3].expand(4, -1), past_key_values=cache).logits
+            for cache in (selected, whole)
+        )
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+    assert selected.get_seq_length() == 203
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_cut_tokens_come_back(mode: str) -> None:
+    """What is cut within a page and stored again is as near as before."""
+    model = deep()
+    exact = logits(model, DynamicCache())
+    cache = short(4, mode, model=model)
+    with torch.no_grad():
+        model(PROMPT, past_key_values=cache)
+        cache.crop(90)
+        assert cache.get_seq_length() == 90
+        model(PROMPT[:, 90:], past_key_values=cache)
+        steps = [model(step, past_key_values=cache).logits for step in STEPS.split(1, 1)]
+    want = float((logits(model, short(4, mode, model=model)) - exact).norm())
+    assert float((torch.cat(steps, 1) - exact).norm()) < 2 * want
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_copies_go_on_by_themselves(mode: str) -> None:
+    model = deep()
+    cache = short(4, mode, model=model)
+    with torch.no_grad():
+        model(PROMPT, past_key_values=cache)
+        copies = [cache.fork(), copy.deepcopy(cache)]
+        want = model(STEPS, past_key_values=cache).logits
+        for clone in copies:
+            assert torch.equal(model(STEPS, past_key_values=clone).logits, want)
+            assert clone.get_seq_length() == 208
+    cache.reset()
+    assert cache.memory_report().total_bytes == 0
+
+
+def test_first_layer_by_token() -> None:
+    model = deep()
+    cache = short(4, "x", model=model)
+    logits(model, cache)
+    first, second = cache.layers[:2]
+    assert first.memory_parts()["pages"] == 0 and second.memory_parts()["pages"] > 0
+    embedded = model.get_input_embeddings()(PROMPT)
+    with torch.no_grad():
+        want = model(inputs_embeds=0.5 * embedded, past_key_values=copy.deepcopy(cache)).logits
+        got = model(inputs_embeds=0.5 * embedded, past_key_values=cache).logits
+        assert torch.equal(got, want)
+    assert first.state.length == 408 and first.memory_parts()["pages"] > 0
+    gpt2 = short(4, "x", model=deep("gpt2"))
+    logits(deep("gpt2"), gpt2)
+    assert gpt2.layers[0].memory_parts()["pages"] > 0
+
+
+def test_mode_of_fewest_bytes(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "torch_kvq")
+    shape = {"hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 30}
+    many = tiny_config("llama", num_key_value_heads=8, **shape)
+    few = tiny_config("llama", num_key_value_heads=2, **shape)
+    assert XQuantCache(4, config=many).mode == "x"
+    assert "mode 'x' at 4 bits, which takes the fewest bytes" in caplog.messages[-1]
+    assert XQuantCache(4, config=few).mode == "latent"
+    caplog.clear()
+    XQuantCache(4, mode="x", config=few)
+    assert "a KVQCache is smaller" in caplog.messages[-1]
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "bits", "mode", "least"),
+    [
+        (9, 4, "x", 7.4),
+        (9, 3, "cl", 9),
+        (9, 2, "cl", 12),
+        (3, 4, "latent", 3.7),
+        (3, 3, "latent", 4.8),
+        (3, 2, "latent", 6.9),
+    ],
+)
+def test_factors_against_fp16(kv_heads: int, bits: int, mode: str, least: float) -> None:
+    """At 30 layers of SmolLM2's size, all metadata included."""
+    config = tiny_config(
+        "llama",
+        hidden_size=576,
+        num_attention_heads=9,
+        num_key_value_heads=kv_heads,
+        num_hidden_layers=30,
+    )
+    sizes = XQuantCache(bits, mode=mode, config=config).bytes_per_token
+    assert sizes["fp16"] / sizes[mode] >= least
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_bytes_are_those_of_the_tensors(mode: str) -> None:
+    """What a page takes, of the pages that are there."""
+    model = tiny_model("gpt2", num_hidden_layers=4)
+    cache = short(4, mode, model=model)
+    with torch.no_grad():
+        model(PROMPT, past_key_values=cache)
+    pages = sum(layer.memory_parts()["pages"] for layer in cache.layers)
+    shared = 4 + 4 * 4 / 64
+    accumulator = cache.layers[-1].state.streams[0].record_bytes(4) / 64 if mode == "cl" else 0
+    want = cache.bytes_per_token[mode] - shared - accumulator
+    assert math.isclose(pages / cache.layers[0].state.quantized, want, rel_tol=1e-6)
+
+
+def test_weights_are_split_once(tmp_path: Path) -> None:
+    model = deep()
+    short(4, "latent", model=model)
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
+    assert len(files) == 4
+    other = copy.deepcopy(model)
+    short(4, "latent", model=other)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")} == files
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"bits": 5}, "bits must be one of 2, 3, 4, 8, 16, got 5"),
+        ({"mode": "svd"}, "mode must be one of 'auto', 'x', 'cl', 'latent', got 'svd'"),
+        ({"axis": "row"}, "axis must be one of"),
+        ({"accumulator_bits": 1}, "accumulator_bits must be one of"),
+        ({"first_layers": 0}, "first_layers must be at least 1, got 0"),
+        ({"residual_length": -1}, "residual_length must be at least 0, got -1"),
+    ],
+)
+def test_options(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        XQuantCache(**options)
+
+
+def test_similarity() -> None:
+    model = deep()
+    similarity = cross_layer_similarity(model, PROMPT)
+    assert similarity.cosine.shape == (4, 4) and similarity.difference.shape == (3,)
+    torch.testing.assert_close(similarity.cosine.diagonal(), torch.ones(4))
+    torch.testing.assert_close(similarity.cosine, similarity.cosine.T)
+    assert 1 <= similarity.first_layers <= 4
+    assert sum(similarity.groups(), []) == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="tokenizer"):
+        cross_layer_similarity(model, "a text")
+    pytest.importorskip("matplotlib")
+    assert similarity.plot().get_xlabel() == "layer"
