@@ -22,7 +22,7 @@ from tests.integrations.scenarios import (
     greedy,
     padded,
 )
-from tests.models import tiny_model, token_ids
+from tests.models import tiny_config, tiny_model, token_ids
 from torch_kvq import XQuantCache
 
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values`:FutureWarning")
@@ -131,3 +131,25 @@ def test_models_that_cannot_be_served() -> None:
     with pytest.raises(ValueError, match="layers.1.self_attn .*in a way that is not known"):
         model(PROMPT, past_key_values=lossless(model=model))
     assert hooks(model) == 1
+
+
+def test_frequencies_that_change_are_refused() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = type(tiny_model("llama"))(tiny_config("llama", rope_parameters=rope)).eval()
+    cache = lossless(model=model)
+    model(PROMPT, past_key_values=DynamicCache())
+    with pytest.raises(ValueError, match="LlamaRotaryEmbedding is of the type 'dynamic'"):
+        model(PROMPT, past_key_values=cache)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+def test_half_precision(name: str, dtype: torch.dtype) -> None:
+    model = copy.deepcopy(tiny_model(name)).to(dtype)
+    results = []
+    with torch.no_grad():
+        for cache in (DynamicCache(), lossless(model=model)):
+            model(PROMPT, past_key_values=cache)
+            results.append(model(PROMPT[:, :5], past_key_values=cache).logits.float())
+    want, got = results
+    assert (got - want).norm() / want.norm() < (0.01 if dtype == torch.float16 else 0.06)

@@ -23,8 +23,8 @@ class CrossLayer(XQuantLayer):
         options: how to store tokens.
         shared: what the layers of a cache share.
         ordinal: the place of the layer among those of the cache that store their inputs.
+        is_last: no layer above stores its input.
         below: the layer below.
-        is_last: there is no layer above.
     """
 
     def __init__(
@@ -32,12 +32,11 @@ class CrossLayer(XQuantLayer):
         options: XOptions,
         shared: Shared,
         ordinal: int,
-        below: XQuantLayer,
         is_last: bool,
+        below: XQuantLayer,
     ) -> None:
-        super().__init__(options, shared, ordinal)
+        super().__init__(options, shared, ordinal, is_last)
         self.below = below
-        self.is_last = is_last
 
     def handed_on(self, first: int, last: int) -> Records:
         """Input of packed tokens, from which the layer above takes its differences."""
@@ -62,16 +61,10 @@ class CrossLayer(XQuantLayer):
         )
 
     def _stored(self) -> list[Records]:
-        tokens = (0, self.state.quantized)
-        stored = [self._sum(*tokens)._replace(exact=self.state.recent[0])]
-        if self.is_last:
-            self.shared.hand_on(self.ordinal, tokens, None)
-        return stored
+        return [self._sum(0, self.state.quantized)._replace(exact=self.state.recent[0])]
 
     def _encode(self, oldest: list[Tensor]) -> list[Tensor]:
         (x,), (stream,) = oldest, self.state.streams
         tokens = self.state.quantized, self.state.quantized + x.shape[1]
         below = self.below.handed_on(*tokens)
-        if self.is_last:
-            self.shared.hand_on(self.ordinal, tokens, None)
         return [quantize_difference(x, below.records, below.bits, stream.bits, stream.axis)]

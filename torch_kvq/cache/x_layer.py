@@ -34,6 +34,7 @@ class XQuantLayer(CacheLayer):
         options: how to store tokens.
         shared: what the layers of a cache share.
         ordinal: the place of the layer among those of the cache that store their inputs.
+        is_last: no layer above stores its input.
 
     Attributes:
         source: the attention module, None before the cache is bound to a model.
@@ -43,10 +44,13 @@ class XQuantLayer(CacheLayer):
     options: Any
     state: Any
 
-    def __init__(self, options: XOptions, shared: Shared, ordinal: int = 0) -> None:
+    def __init__(
+        self, options: XOptions, shared: Shared, ordinal: int = 0, is_last: bool = False
+    ) -> None:
         super().__init__(cast(Any, options))
         self.shared = shared
         self.ordinal = ordinal
+        self.is_last = is_last
         self.source: Source | None = None
         self.materialized = 0
         self.said: set[str] = set()
@@ -181,6 +185,8 @@ class XQuantLayer(CacheLayer):
     def flush_masked(self, attn_mask: Tensor | None, queries: int) -> None:
         """Pack the tokens that are due, after their attention."""
         self.flush()
+        if self.is_last:
+            self.shared.forget()
 
     def _encode(self, oldest: list[Tensor]) -> list[Tensor]:
         return [
@@ -281,7 +287,7 @@ class XQuantLayer(CacheLayer):
             key.exact,
             lengths.repeat(len(query), 1),
             **self._projection().arguments(self._kind[2], self._cos_sin()),
-            **_value_arguments(others),
+            **(others[0].as_values() if others else {}),
             bits=key.bits,
             axis=key.axis,
             attn_mask=attn_mask,
@@ -292,7 +298,7 @@ class XQuantLayer(CacheLayer):
             sinks=None if sinks is None else sinks.detach(),
             absorb_value=self.options.absorb_value,
         )
-        self.flush()
+        self.flush_masked(attn_mask, query.shape[2])
         return out
 
     @_eager
@@ -381,19 +387,6 @@ class XQuantLayer(CacheLayer):
     def __getstate__(self) -> dict[str, Any]:
         # Modules stay with their model; a copy that is loaded is bound anew.
         return self.__dict__ | {"_staged": None}
-
-
-def _value_arguments(streams: list[Records]) -> dict[str, Any]:
-    """Arguments for values that are made of a stream of their own."""
-    if not streams:
-        return {}
-    (value,) = streams
-    return {
-        "value_records": value.records,
-        "value_bits": value.bits,
-        "value_axis": value.axis,
-        "value_exact": value.exact,
-    }
 
 
 def _last(cos_sin: CosSin, last: slice) -> CosSin:

@@ -59,11 +59,9 @@ class Shared:
         found = self._sums.get(tokens)
         return found[1] if found is not None and found[0] == layer else None
 
-    def hand_on(self, layer: int, tokens: tuple[int, int], records: Tensor | None) -> None:
+    def hand_on(self, layer: int, tokens: tuple[int, int], records: Tensor) -> None:
         """Keep the sum of a layer for the one above, in the place of that from below."""
-        self._sums.pop(tokens, None)
-        if records is not None:
-            self._sums[tokens] = (layer, records)
+        self._sums[tokens] = (layer, records)
 
     def crop(self, length: int) -> None:
         """Keep the first ``length`` tokens."""

@@ -58,6 +58,10 @@ class Records(NamedTuple):
     axis: str
     exact: Tensor
 
+    def as_values(self) -> dict[str, Any]:
+        """Arguments of the operators, for values that are made of a stream of their own."""
+        return {f"value_{name}": part for name, part in self._asdict().items()}
+
 
 def rebuild(
     parts: list[Tensor], projection: Projection, kv_heads: int, cos_sin: CosSin | None

@@ -278,13 +278,15 @@ def _stage(
         cos_sin = next((arg for arg in args[1:] if isinstance(arg, tuple) and len(arg) == 2), None)
     rotary = positions = None
     if cos_sin is not None:
-        rotary, positions = getattr(cos_sin[0], _POSITIONS, (None, None))
-        if positions is None or positions.dim() != 2:
+        known = getattr(cos_sin[0], _POSITIONS, None)
+        if known is None or known[1].dim() != 2:
             raise ValueError(
                 f"{type(module).__name__} of layer {module.layer_idx} has a rotary embedding whose "
                 "positions are not known: a cache of layer inputs serves those that a model's "
                 "RotaryEmbedding makes of one position for each token"
             )
+        rotary, positions = known
+        rotary.check()
     ids = recent.get("ids") if module.layer_idx == 0 else None
     cache.stage(module.layer_idx, Staged(x, cos_sin, rotary, positions, ids))
 
@@ -314,6 +316,13 @@ class ModuleRotary:
     """
 
     def __init__(self, module: nn.Module, others: tuple[tuple[str, Any], ...]) -> None:
+        self._module = weakref.ref(module)
+        self._key = (id(module), others)
+        self._others = dict(others)
+
+    def check(self) -> None:
+        """Raise ValueError when the embedding of a position is not the same at all times."""
+        module = self._module()
         kinds = getattr(module, "rope_type", "default")
         for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
             if kind in ("dynamic", "longrope"):
@@ -321,9 +330,6 @@ class ModuleRotary:
                     f"{type(module).__name__} is of the type {kind!r}, whose frequencies change "
                     "with the length: keys of a cache of layer inputs would change with them"
                 )
-        self._module = weakref.ref(module)
-        self._key = (id(module), others)
-        self._others = dict(others)
 
     def __call__(self, positions: Tensor, like: Tensor) -> CosSin:
         """Cosines and sines ``[batch, tokens, rotary_dim]``."""

@@ -66,7 +66,7 @@ class Similarity:
             import matplotlib.pyplot as plt
 
             axes = plt.figure(layout="constrained").subplots()
-        image = axes.imshow(self.cosine, vmin=0, vmax=1, origin="lower")
+        image = axes.imshow(self.cosine.numpy(), vmin=0, vmax=1, origin="lower")
         axes.figure.colorbar(image, ax=axes, label="cosine")
         axes.set(xlabel="layer", ylabel="layer", title="Inputs of attention layers")
         return axes
@@ -114,7 +114,7 @@ def cross_layer_similarity(model: Any, text: str | Tensor, tokenizer: Any = None
             handle.remove()
     layers = torch.stack([x for _, x in sorted(inputs.items())])
     unit = F.normalize(layers, dim=-1)
-    cosine = torch.einsum("itc,jtc->ij", unit, unit) / unit.shape[1]
+    cosine = (torch.einsum("itc,jtc->ij", unit, unit) / unit.shape[1]).cpu()
     return Similarity(
         cosine, (layers[1:] - layers[:-1]).norm(dim=(1, 2)) / layers[1:].norm(dim=(1, 2))
     )

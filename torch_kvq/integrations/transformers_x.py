@@ -29,7 +29,61 @@ _C = TypeVar("_C", bound="XQuantCache")
 
 
 class XQuantCache(KVQCache):
-    """A Transformers cache of what goes into attention layers."""
+    """A Transformers cache of what goes into attention layers, in the place of keys and values.
+
+    A layer's input has fewer channels than its keys and values where no heads share them. Keys and
+    values are made of it anew at every step, in blocks: the cache takes fewer bytes for more
+    arithmetic. Where heads share keys and values (GQA), a `KVQCache` is smaller and faster, and the
+    cache says so.
+
+    Hooks of the model catch the inputs while a cache is bound to it. ``generate`` binds a cache;
+    for a model that is called otherwise, give it ``model=model`` or call `bind`. The first layer
+    stores token numbers in the modes ``"x"`` and ``"cl"`` where embedding and norm give its input
+    exactly. Layers that a `KVQCache` leaves to Transformers are left to it here, too, and so is
+    every sliding window. It grows; graphs that are compiled break at it.
+
+    Args:
+        bits: 2, 3, 4, 8 or 16 (pass-through) for a stored element.
+        mode: ``"x"`` stores inputs, ``"cl"`` their differences from layer to layer, ``"latent"``
+            their coordinates in the row spaces of the key and value weights, which are split once
+            and kept in the user's cache; ``"auto"`` takes the mode of fewest bytes.
+        axis: what a scale is shared by: 64 channels of a ``"token"``, or 64 tokens of a
+            ``"channel"``; ``"auto"`` is ``"token"``.
+        residual_length: recent tokens that stay exact; up to 63 more do.
+        first_layers: layers of ``"cl"`` that store their input, at no less than 4 bits.
+        accumulator_bits: bits of the sum of differences that goes from layer to layer.
+        absorb_value: apply the weight of the values to what attention sums up, instead of to every
+            input; where that costs less when None.
+        strict: raise a RuntimeError where whole keys and values would have to be made, for a model
+            that does not use Transformers' attention functions.
+        skip_layers: layers that keep Transformers' own; negative ones count from the last.
+        config: configuration of the model, to lay the cache out before `bind`.
+        model: the model, for a cache that is not handed to ``generate``.
+        **unknown: nothing else is accepted.
+
+    Attributes:
+        mode: the mode that was taken.
+        bytes_per_token: of a token in pages, by mode, for a ``"KVQCache"`` and for ``"fp16"``
+            (`torch_kvq.cache.x_bytes.bytes_per_token`), once the model is known.
+
+    Raises:
+        ValueError: an option outside the above, or a model whose keys and values cannot be made of
+            its layers' inputs.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> model = LlamaForCausalLM(LlamaConfig(
+        ...     hidden_size=128, intermediate_size=128, num_attention_heads=4, vocab_size=100,
+        ...     num_hidden_layers=2, num_key_value_heads=4, eos_token_id=None, pad_token_id=0))
+        >>> cache = XQuantCache(bits=4)
+        >>> _ = model.generate(torch.ones(1, 300, dtype=torch.long), past_key_values=cache,
+        ...                    max_new_tokens=5, do_sample=False)
+        >>> cache.mode, cache.get_seq_length(), cache.materialized
+        ('x', 304, 0)
+        >>> round(cache.bytes_per_token["fp16"] / cache.bytes_per_token["x"], 1)
+        7.3
+    """
 
     options: Any
 
@@ -125,16 +179,16 @@ class XQuantCache(KVQCache):
     def _make_layer(self, index: int, below: list[XQuantLayer], count: int) -> XQuantLayer:
         """The next layer that stores its input."""
         options, ordinal = self.options, len(below)
+        place = self._shared, ordinal, ordinal == count - 1
         if self.mode == "latent":
-            layer: XQuantLayer = LatentLayer(options, self._shared, ordinal)
+            layer: XQuantLayer = LatentLayer(options, *place)
         elif self.mode == "cl" and ordinal >= options.first_layers:
-            is_last = ordinal == count - 1
-            layer = CrossLayer(options, self._shared, ordinal, below[-1], is_last)
+            layer = CrossLayer(options, *place, below[-1])
         else:
             if self.mode == "cl":
                 options = options.with_bits(options.first_bits)
             kind = XQuantLayer if index else EmbeddedLayer
-            layer = kind(options, self._shared, ordinal)
+            layer = kind(options, *place)
         layer.said = self._said
         return layer
 
