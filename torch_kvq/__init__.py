@@ -14,9 +14,10 @@ from torch_kvq._ops import (
     quantize_tile,
     quantize_tile_,
 )
+from torch_kvq._remat_ops import remat_attention, remat_kv
 from torch_kvq._tiered_ops import dequantize_far, quantize_far, tiered_attention
 from torch_kvq._x_cost import Absorption, choose_absorption, remat_flops
-from torch_kvq._x_ops import dequantize_x, quantize_x, remat_attention, remat_kv
+from torch_kvq._x_ops import dequantize_x, quantize_x
 from torch_kvq.cache import KVQLayer, MemoryReport
 
 if TYPE_CHECKING:
