@@ -1,4 +1,4 @@
-"""The operators on records of layer inputs: schema, fake kernel, reference and typed wrapper of each."""
+"""The operators on records of layer inputs: schema, fake kernel and typed wrapper of each."""
 
 from __future__ import annotations
 

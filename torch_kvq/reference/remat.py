@@ -124,6 +124,7 @@ def product_dtype(weight: Tensor) -> torch.dtype:
     return weight.dtype
 
 
+@torch.no_grad()
 def remat_kv(
     records: Sequence[Tensor],
     value_records: Sequence[Tensor],

@@ -161,6 +161,7 @@ def _absorb_key(query: Tensor, weights: Weights) -> tuple[Tensor, Tensor | float
     return left, (grouped @ bias).view(heads, queries, 1)
 
 
+@torch.no_grad()
 def remat_attention(
     query: Tensor,
     records: Sequence[Tensor],
