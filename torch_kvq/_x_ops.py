@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -104,3 +106,56 @@ def dequantize_x(
         True
     """
     return torch.ops.kvq.dequantize_x(records, channels, bits, axis, rotate, dtype)
+
+
+def _sum_x_fake(
+    records: Sequence[Tensor],
+    channels: int,
+    bits: Sequence[int],
+    out_bits: int,
+    axis: str = "token",
+) -> Tensor:
+    layout = _x_checks.check_x_sum(records, channels, bits, out_bits, axis)
+    first = records[0]
+    return first.new_empty((first.shape[0], first.shape[1], layout.record_bytes))
+
+
+define(
+    'sum_x(Tensor[] records, int channels, int[] bits, int out_bits, str axis="token") -> Tensor',
+    reference.sum_x,
+    _sum_x_fake,
+)
+
+
+def sum_x(
+    records: Sequence[Tensor],
+    channels: int,
+    bits: Sequence[int],
+    out_bits: int = 4,
+    axis: str = "token",
+) -> Tensor:
+    """Encode the sum of what records hold: an accumulator and the difference of a layer to it.
+
+    What is rotated stays rotated, so nothing is turned back and again.
+
+    Args:
+        records: one or more of uint8 ``[batch, pages, record_bytes]``, all rotated or none.
+        channels: channels of the input.
+        bits: 2, 3, 4 or 8, of each of ``records``.
+        out_bits: bits of the result, 2, 3, 4 or 8.
+        axis: axis of all of them and of the result.
+
+    Returns:
+        Records, uint8 ``[batch, pages, record_bytes]``, rotated where those given are.
+
+    Raises:
+        ValueError: shapes, dtypes or options that do not match the records.
+
+    Example:
+        >>> x, y = torch.randn(2, 1, 64, 128)
+        >>> total = sum_x([quantize_x(x), quantize_x(y)], 128, [4, 4])
+        >>> decoded = dequantize_x(total, 128)
+        >>> bool((decoded - x - y).norm() / (x + y).norm() < 0.15)
+        True
+    """
+    return torch.ops.kvq.sum_x(list(records), channels, list(bits), out_bits, axis)

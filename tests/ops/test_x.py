@@ -195,6 +195,65 @@ def test_opcheck(bits: int, axis: str) -> None:
     check(torch.ops.kvq.dequantize_x.default, (records, 64, bits, axis, True, torch.bfloat16))
 
 
+@pytest.mark.parametrize("data", ("normal", "large", "means"))
+@pytest.mark.parametrize("out_bits", PACKED)
+@pytest.mark.parametrize("axis", X_AXES)
+def test_sums(capability: str, axis: str, out_bits: int, data: str) -> None:
+    """The kernel is bit-equal, and the sum is encoded once, in the rotated channels."""
+    bits = (4, 3, 8)
+    x = [sample(192, data) / (4**n) for n in range(3)]
+    records = [torch_kvq.quantize_x(part, b, axis) for part, b in zip(x, bits, strict=True)]
+    for count in (1, 2, 3):
+        total = torch_kvq.sum_x(records[:count], 192, bits[:count], out_bits, axis)
+        assert_same(total, reference.sum_x(records[:count], 192, bits[:count], out_bits, axis))
+        views = [spread(part) for part in records[:count]]
+        assert_same(torch_kvq.sum_x(views, 192, bits[:count], out_bits, axis), total)
+    wanted = sum(
+        torch_kvq.dequantize_x(part, 192, b, axis) for part, b in zip(records, bits, strict=True)
+    )
+    if data == "normal":
+        decoded = torch_kvq.dequantize_x(total, 192, out_bits, axis)
+        assert float((decoded - wanted).norm() / wanted.norm()) <= ERROR[out_bits]
+
+
+@pytest.mark.parametrize("axis", X_AXES)
+def test_opcheck_of_sums(axis: str) -> None:
+    records = [torch_kvq.quantize_x(sample(64), bits, axis) for bits in (4, 3)]
+    torch.library.opcheck(torch.ops.kvq.sum_x.default, (records, 64, [4, 3], 8, axis))
+
+
+def add(**changes: object) -> Tensor:
+    records = reference.quantize_x(sample(64), 4)
+    given = {"records": [records] * 2, "channels": 64, "bits": [4, 4], "out_bits": 4}
+    return torch.ops.kvq.sum_x(**given | changes)
+
+
+BAD_SUMS = [
+    ({"records": []}, "records must hold a tensor for each of bits, got 0 tensors"),
+    ({"bits": [4]}, "records must hold a tensor for each of bits, got 2 tensors"),
+    ({"bits": [4, 3]}, r"records\[1\].shape\[2\] must be 1664"),
+    ({"bits": [4, 5]}, "bits must be 2, 3, 4, 8 or 16, got 5"),
+    ({"out_bits": 16}, "out_bits must be 2, 3, 4 or 8 in a sum of records, got 16"),
+    (
+        {"records": [torch.zeros(1, 1, 2**14).byte()], "bits": [16]},
+        "bits must be 2, 3, 4 or 8 in a sum of records, got 16",
+    ),
+    ({"axis": "row"}, "axis must be 'token' or 'channel', got 'row'"),
+    ({"channels": 65}, "channels must be a positive multiple of 64, got 65"),
+]
+
+
+@pytest.mark.parametrize("is_compiled", (True, False))
+@pytest.mark.parametrize(("changes", "message"), BAD_SUMS)
+def test_bad_sums(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], message: str, is_compiled: bool
+) -> None:
+    if not is_compiled:
+        monkeypatch.setattr(torch.ops.kvq, "sum_x", reference.sum_x)
+    with pytest.raises(ValueError, match=message):
+        add(**changes)
+
+
 def quantize(**changes: object) -> Tensor:
     return torch.ops.kvq.quantize_x(**{"x": sample(64), "bits": 4} | changes)
 
