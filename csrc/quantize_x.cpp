@@ -4,6 +4,7 @@
 #include <cstring>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "csrc/checks.h"
 #include "csrc/tensors.h"
@@ -21,6 +22,11 @@ XLayout check_x_layout(int64_t channels, int64_t bits, std::string_view axis, Fl
     value_error("axis must be 'token' or 'channel', got '" + std::string(axis) + "'");
   return make_x_layout(channels, static_cast<int>(bits), axis == "channel",
                        static_cast<int>(size_of(type)));
+}
+
+void check_packed(const char* name, int64_t bits) {
+  if (bits == kPassThroughBits)
+    value_error(std::string(name) + " must be 2, 3, 4 or 8 in a sum of records, got 16");
 }
 
 Tensor quantize_x(const Tensor& x, int64_t bits, std::string_view axis, bool rotate) {
@@ -92,10 +98,58 @@ Tensor dequantize_x(const Tensor& records, int64_t channels, int64_t bits, std::
   return out;
 }
 
+Tensor sum_x(std::vector<Tensor> records, int64_t channels, std::vector<int64_t> bits,
+             int64_t out_bits, std::string_view axis) {
+  if (records.empty() || records.size() != bits.size())
+    value_error("records must hold a tensor for each of bits, got " +
+                std::to_string(records.size()) + " tensors and " + std::to_string(bits.size()) +
+                " bits");
+  std::vector<XLayout> from;
+  std::vector<Tensor> held;
+  for (size_t i = 0; i < records.size(); ++i) {
+    const std::string name = "records[" + std::to_string(i) + "]";
+    from.push_back(check_x_layout(channels, bits[i], axis, Float::kFloat32));
+    check_packed("bits", bits[i]);
+    check_rank(name.c_str(), records[i], 3);
+    check_dtype(name.c_str(), records[i], ScalarType::Byte);
+    check_size(name.c_str(), records[i], 0, records[0].size(0), "records[0].shape[0]");
+    check_size(name.c_str(), records[i], 1, records[0].size(1), "records[0].shape[1]");
+    check_size(name.c_str(), records[i], 2, from[i].record_bytes, "record_bytes");
+    held.push_back(with_contiguous_rows(records[i]));
+  }
+  const XLayout f = check_x_layout(channels, out_bits, axis, Float::kFloat32);
+  check_packed("out_bits", out_bits);
+  const int64_t batch = records[0].size(0), pages = records[0].size(1);
+  Tensor out = empty({batch, pages, f.record_bytes}, ScalarType::Byte);
+  auto* to = out.mutable_data_ptr<uint8_t>();
+  const Kernels& kernels = active();
+  run_parallel(batch * pages, [&](int64_t begin, int64_t end) {
+    XBuffer buffer(f);
+    std::vector<float> part(buffer.rows.size());
+    for (int64_t i = begin; i < end; ++i) {
+      std::vector<float> total(part.size());
+      for (size_t n = 0; n < held.size(); ++n) {
+        const uint8_t* record = held[n].const_data_ptr<uint8_t>() + i / pages * held[n].stride(0) +
+                                i % pages * held[n].stride(1);
+        float* decoded = n ? part.data() : total.data();
+        decode_x(kernels, from[n], false, record, buffer, Float::kFloat32,
+                 reinterpret_cast<uint8_t*>(decoded));
+        for (size_t j = 0; n && j < part.size(); ++j) total[j] = total[j] + part[j];
+      }
+      for (int64_t t = 0; t < kTileTokens; ++t)
+        kernels.transform->load_bounded(&total[t * channels], Float::kFloat32,
+                                        &buffer.rows[t * channels], static_cast<int>(channels));
+      encode_x(kernels, f, false, buffer, to + i * f.record_bytes);
+    }
+  });
+  return out;
+}
+
 }  // namespace
 }  // namespace kvq
 
 STABLE_TORCH_LIBRARY_IMPL(kvq, CPU, m) {
   m.impl("quantize_x", TORCH_BOX(&kvq::quantize_x));
+  m.impl("sum_x", TORCH_BOX(&kvq::sum_x));
   m.impl("dequantize_x", TORCH_BOX(&kvq::dequantize_x));
 }

@@ -311,5 +311,21 @@ def test_records_are_frozen(arguments: tuple[int, int, int, int]) -> None:
     assert digest(record) == RECORDS[arguments]
 
 
+X_RECORDS = {
+    (2, "token"): "3636bbe2d6ceeee4f99b7dd1d4b14fce",
+    (3, "channel"): "35bf56a78e1fd664550cf67261739f52",
+    (4, "token"): "e558b53fd233f40340c0ca7a34f97ff7",
+    (4, "channel"): "2de40808e93480eb2e300ad9be6c5e6b",
+    (8, "token"): "cf91835242032a53101cc94bec020b88",
+    (8, "channel"): "87734e061e4b6f47fb8c289425949a12",
+}
+
+
+@pytest.mark.parametrize(("bits", "axis"), X_RECORDS, ids=str)
+def test_x_records_are_frozen(bits: int, axis: str) -> None:
+    x = formula(128, 48271, 128)[0] + torch.arange(128) / 16
+    assert digest(torch_kvq.quantize_x(x, bits, axis)) == X_RECORDS[bits, axis]
+
+
 def test_the_balance_is_frozen() -> None:
     assert digest(torch_kvq.key_balance(formula(96, 48271, 300))) == BALANCE

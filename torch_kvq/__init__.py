@@ -15,9 +15,10 @@ from torch_kvq._ops import (
     quantize_tile,
     quantize_tile_,
 )
+from torch_kvq._remat_ops import remat_attention, remat_kv
 from torch_kvq._tiered_ops import dequantize_far, quantize_far, tiered_attention
 from torch_kvq._x_cost import Absorption, choose_absorption, remat_flops
-from torch_kvq._x_ops import dequantize_x, quantize_x, remat_attention, remat_kv
+from torch_kvq._x_ops import dequantize_x, quantize_x, sum_x
 from torch_kvq.cache import KVQLayer, MemoryReport
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ __all__ = [
     "remat_attention",
     "remat_flops",
     "remat_kv",
+    "sum_x",
     "tiered_attention",
 ]
 

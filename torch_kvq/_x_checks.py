@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_kvq import _checks
 from torch_kvq._x_formats import XFormat
-from torch_kvq.formats import TILE_TOKENS
+from torch_kvq.formats import PASS_THROUGH_BITS, TILE_TOKENS
 
 
 def check_x(x: Tensor, bits: int, axis: str) -> XFormat:
@@ -74,6 +74,17 @@ def check_sources(
         for dim in (0, 1):
             size = records[0].shape[dim]
             _checks.check_shape(f"{name}[{n}]", part, (dim, size, f"{name}[0].shape[{dim}]"))
+
+
+def check_x_sum(
+    records: Sequence[Tensor], channels: int, bits: Sequence[int], out_bits: int, axis: str
+) -> XFormat:
+    """Check records that are added up and return the format of their sum."""
+    check_sources(records, bits, axis, channels, torch.float32)
+    for name, width in (*(("bits", width) for width in bits), ("out_bits", out_bits)):
+        if width == PASS_THROUGH_BITS:
+            raise ValueError(f"{name} must be 2, 3, 4 or 8 in a sum of records, got 16")
+    return XFormat(channels, out_bits, axis)
 
 
 def check_remat(

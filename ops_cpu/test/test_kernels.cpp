@@ -16,6 +16,7 @@
 #include "ops_cpu/kernels.h"
 #include "ops_cpu/test/check.h"
 #include "ops_cpu/tile.h"
+#include "ops_cpu/x.h"
 
 namespace {
 
@@ -102,6 +103,31 @@ void test_encode(const Kernels& k) {
         expect(same(a, b) && scale_a == scale_b,
                "encode " + std::to_string(dim) + " at " + std::to_string(bits));
       }
+}
+
+// Records of layer inputs and what they decode to; the buffers end where they must not be passed.
+void test_x(const Kernels& k) {
+  for (int bits : {2, 3, 4, 8})
+    for (bool per_channel : {false, true})
+      for (int64_t channels : {64, 192})
+        for (float sigma : {1.0f, 1e-7f, 0.0f}) {
+          const XLayout f = make_x_layout(channels, bits, per_channel, 4);
+          const std::vector<float> x = normal(kTileTokens * channels, sigma);
+          std::vector<uint8_t> record[2];
+          std::vector<float> decoded[2];
+          for (int i = 0; i < 2; ++i) {
+            const Kernels& tier = i ? scalar_tier() : k;
+            XBuffer buffer(f);
+            std::copy(x.begin(), x.end(), buffer.rows.begin());
+            record[i].resize(f.record_bytes);
+            decoded[i].resize(x.size());
+            encode_x(tier, f, true, buffer, record[i].data());
+            decode_x(tier, f, true, record[i].data(), buffer, Float::kFloat32,
+                     reinterpret_cast<uint8_t*>(decoded[i].data()));
+          }
+          expect(same(record[0], record[1]) && same(decoded[0], decoded[1]),
+                 "x of " + std::to_string(channels) + " at " + std::to_string(bits));
+        }
 }
 
 // A layer of two rows, appended to in uneven steps, and attention over it.
@@ -265,6 +291,7 @@ int main(int count, char** arguments) {
     test_transform(k);
     test_conversions(k);
     test_encode(k);
+    test_x(k);
     test_extremes(k);
     for (const LayerCase& layer : layers) test_layer(k, layer);
     std::printf("%-12s %s%s\n", k.name, failures == before ? "equals scalar" : "DIFFERS",

@@ -6,9 +6,10 @@ from torch_kvq.reference.encode import key_balance, quantize_tile
 from torch_kvq.reference.far import dequantize_far, quantize_far
 from torch_kvq.reference.fwht import fwht
 from torch_kvq.reference.lut_attention import lut_attention
-from torch_kvq.reference.remat import remat_attention, remat_kv
+from torch_kvq.reference.remat import remat_kv
+from torch_kvq.reference.remat_attention import remat_attention
 from torch_kvq.reference.tiered_attention import tiered_attention
-from torch_kvq.reference.x import dequantize_x, quantize_x
+from torch_kvq.reference.x import dequantize_x, quantize_x, sum_x
 
 __all__ = [
     "check_append",
@@ -25,5 +26,6 @@ __all__ = [
     "quantize_x",
     "remat_attention",
     "remat_kv",
+    "sum_x",
     "tiered_attention",
 ]

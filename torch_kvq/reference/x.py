@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -139,3 +141,32 @@ def _read_groups(records: Tensor, layout: XFormat) -> Tensor:
         -1
     )
     return (z + offset.unsqueeze(-1)).movedim(-1, 2)
+
+
+def sum_x(
+    records: Sequence[Tensor],
+    channels: int,
+    bits: Sequence[int],
+    out_bits: int,
+    axis: str = "token",
+) -> Tensor:
+    """Encode the sum of what records hold, without turning it back.
+
+    Args:
+        records: uint8 ``[batch, pages, record_bytes]`` each.
+        channels: channels of the input.
+        bits: 2, 3, 4 or 8, of each of them.
+        out_bits: bits of the result.
+        axis: axis of all of them and of the result.
+
+    Returns:
+        uint8 ``[batch, pages, record_bytes]``.
+    """
+    _x_checks.check_x_sum(records, channels, bits, out_bits, axis)
+    total, *others = (
+        dequantize_x(part, channels, width, axis, rotate=False)
+        for part, width in zip(records, bits, strict=True)
+    )
+    for part in others:
+        total = total + part
+    return quantize_x(total, out_bits, axis, rotate=False)

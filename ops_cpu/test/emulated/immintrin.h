@@ -44,6 +44,13 @@ inline __m128i cvtepi32_epi8(__m512i v) {
   return out.as<__m128i>();
 }
 
+inline __m256i cvtepi32_epi16(__m512i v) {
+  const Elements<uint32_t, 16> x(v);
+  Elements<uint16_t, 16> out;
+  for (int i = 0; i < 16; ++i) out.at[i] = static_cast<uint16_t>(x.at[i]);
+  return out.as<__m256i>();
+}
+
 inline __m512i cvtepi8_epi32(__m128i v) {
   const Elements<int8_t, 16> x(v);
   Elements<int32_t, 16> out;
@@ -103,6 +110,7 @@ inline void mask_storeu_epi8(uint8_t* p, __mmask64 mask, __m512i v) {
 #undef _mm512_permute_ps
 #undef _mm512_roundscale_ps
 #undef _mm512_store_ps
+#define _mm512_cvtepi32_epi16 emulated::cvtepi32_epi16
 #define _mm512_cvtepi32_epi8 emulated::cvtepi32_epi8
 #define _mm512_cvtepi8_epi32 emulated::cvtepi8_epi32
 #define _mm512_cvtps_ph(v, rounding) emulated::cvtps_ph<rounding>(v)
