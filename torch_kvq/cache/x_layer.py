@@ -7,7 +7,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from torch_kvq._x_ops import dequantize_x, quantize_x, remat_attention
+from torch_kvq._remat_ops import remat_attention
+from torch_kvq._x_ops import dequantize_x, quantize_x
 from torch_kvq.cache.handle import KVQHandle
 from torch_kvq.cache.memory import tensor_bytes
 from torch_kvq.cache.opaque import outside_graphs

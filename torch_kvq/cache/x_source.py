@@ -7,7 +7,8 @@ from typing import Any, NamedTuple, Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_kvq._x_ops import quantize_x, remat_kv
+from torch_kvq._remat_ops import remat_kv
+from torch_kvq._x_ops import quantize_x
 from torch_kvq.cache.x_shared import CosSin
 from torch_kvq.formats import PASS_THROUGH_BITS, TILE_TOKENS
 from torch_kvq.reference.latent import to_latent
