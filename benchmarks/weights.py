@@ -128,10 +128,10 @@ def decode(
     decodings = {(name, length): Decoding() for name in makers for length in texts}
     for make in makers.values():
         # The first steps of a cache compile, once for a step and once for those of any length.
-        Decoding().run(step, _filled(make, model, tokens, min(texts)), texts[min(texts)][:, :4])
+        Decoding().run_cache(step, _filled(make, model, tokens, min(texts)), texts[min(texts)][:, :4])
     for _ in range(rounds):
         for (name, length), decoding in decodings.items():
-            decoding.run(step, _filled(makers[name], model, tokens, length), texts[length])
+            decoding.run_cache(step, _filled(makers[name], model, tokens, length), texts[length])
     return decodings
 
 
