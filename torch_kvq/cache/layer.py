@@ -14,7 +14,6 @@ from torch_kvq.cache.handle import KVQHandle
 from torch_kvq.cache.options import LayerOptions
 from torch_kvq.cache.padding import left_padding
 from torch_kvq.cache.protocol import CacheLayer
-from torch_kvq.formats import TILE_TOKENS
 
 _attention = torch.ops.kvq.lut_attention.default
 
@@ -108,7 +107,6 @@ class KVQLayer(CacheLayer):
         super().__init__(options)
         self.materialized = 0
         self.said: set[str] = set()
-        self._unpacked = False  # a long update waits for its attention before it is packed
         self.ticket = opaque.enroll(self) if options.max_cache_len is None else None
         self._format = {
             "key_bits": options.key_bits,
@@ -146,7 +144,7 @@ class KVQLayer(CacheLayer):
         if self._home is not None:
             self.prefetch()
         state = self.state
-        if state is None or not state.placed:
+        if state is None or not state.knows_padding(key.shape[2]):
             return self._update_first(key, value)
         try:
             if key.requires_grad or value.requires_grad:
@@ -154,8 +152,7 @@ class KVQLayer(CacheLayer):
             if key.shape[2] == 1:
                 state.append(key, value)
             else:
-                state.append_exact(key, value)
-                self._unpacked = key.shape[2] >= TILE_TOKENS
+                self._append_chunk(key, value)
         except (AttributeError, RuntimeError, TypeError, ValueError):
             self._check_new(key, value)
             raise
@@ -179,13 +176,13 @@ class KVQLayer(CacheLayer):
         )
 
     def _update_first(self, key: Tensor, value: Tensor) -> tuple[KVQHandle, KVQHandle]:
-        """Update while a row is still without its first token: attention shows where it is."""
+        """Update while a row may be without its first token: attention shows where it is."""
         self._check_new(key, value)
         self.flush()
         if self.state is None or self._holds() != _kind(key, value):
             self.lazy_initialization(key, value)
         assert self.state is not None
-        if self.state.placed:
+        if self.state.knows_padding(key.shape[2]):
             return self.update(key, value)
         self.state.check_room(key.shape[2])
         self._pending = self._detached(key, value)
@@ -220,7 +217,7 @@ class KVQLayer(CacheLayer):
         if self._pending is None or self.state is None:
             return
         self._check_resident()
-        before = 0 if self.state.is_empty else self.state.positions
+        before = self.state.columns_before
         self.flush(left_padding(attn_mask, queries, before, self._kept_back))
 
     def attend(
