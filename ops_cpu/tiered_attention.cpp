@@ -283,9 +283,8 @@ class Findings {
         add_candidates(partial + part * plan_.block_floats + r * plan_.partial_stride +
                            c_.layout.value_dim + 2,
                        lse);
-      float* near = c_.near_score + owner_ * c_.capacity;
-      for (int64_t slot = 0; slot < c_.near_count[owner_]; ++slot)
-        near[slot] = std::max(near[slot], log_weight(logits[r * plan_.slots + slot], lse));
+      raise_scores(logits + r * plan_.slots, c_.near_count[owner_], lse,
+                   c_.near_score + owner_ * c_.capacity);
     }
   }
 
@@ -296,11 +295,13 @@ class Findings {
     return c_.lse[(batch * c_.heads + head) * c_.queries + row / plan_.group];
   }
 
-  // -inf, too, for what is no number.
-  static float log_weight(float logit, float lse) {
-    if (logit == kNegativeInfinity) return kNegativeInfinity;
-    const float weight = logit * kLn2 - lse;
-    return weight == weight ? weight : kNegativeInfinity;
+  // Scores become log weights where those are greater, which NaN, of masked logits in a row
+  // without keys, is not.
+  static void raise_scores(const float* logits, int64_t count, float lse, float* scores) {
+    for (int64_t i = 0; i < count; ++i) {
+      const float weight = logits[i] * kLn2 - lse;
+      scores[i] = weight > scores[i] ? weight : scores[i];
+    }
   }
 
   void add_candidates(const float* stored, float lse) {
@@ -309,8 +310,8 @@ class Findings {
     for (int64_t i = 0; i < c_.candidates; ++i) {
       int32_t token;
       std::memcpy(&token, stored + c_.candidates + i, sizeof token);
-      const float weight = log_weight(stored[i], lse);
-      if (token < 0 || weight == kNegativeInfinity) continue;
+      const float weight = stored[i] * kLn2 - lse;
+      if (token < 0 || !(weight > kNegativeInfinity)) continue;
       insert_best(score, index, static_cast<int>(c_.candidates), weight, token);
     }
   }
