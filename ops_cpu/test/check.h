@@ -15,3 +15,6 @@ inline void expect(bool ok, const std::string& what) {
 
 // Sums of integers at their limits; in test_extremes.cpp.
 void test_extremes(const kvq::Kernels& k);
+
+// Exact tokens behind a thread that writes and one that reads; in test_archive.cpp.
+void test_archive();
