@@ -182,16 +182,19 @@ void Archive::reset(int64_t number) {
   found->second.rows.clear();
 }
 
-void Archive::flush_all() {
+void Archive::flush() {
   PageStore::Lock lock = store_->lock();
-  for (auto& [number, layer] : layers_)
-    for (auto& row : layer.rows)
-      for (const PagePtr& page : row) store_->seal(lock, page);
   store_->flush(lock);
 }
 
-void Archive::flush() {
+void Archive::keep() {
   PageStore::Lock lock = store_->lock();
+  for (auto& [number, layer] : layers_)
+    for (auto& row : layer.rows)
+      for (const PagePtr& page : row) {
+        store_->seal(lock, page);
+        store_->pin(page);
+      }
   store_->flush(lock);
 }
 

@@ -75,9 +75,10 @@ class Archive {
   void reorder(int64_t layer, const std::vector<int64_t>& index);
   void reset(int64_t layer);
 
-  // Closes the open pages too, so that everything is in the file.
-  void flush_all();
+  // Waits until all full pages are written.
   void flush();
+  // The same for all pages; what the file holds then stays there even when the archive is gone.
+  void keep();
 
   // None before the first append.
   std::optional<ArchiveExtent> extent(int64_t layer) const;

@@ -56,7 +56,6 @@ class PageStore {
   std::string error() const { return error_; }
   int64_t bytes() const { return bytes_; }
   int64_t memory_bytes() const { return memory_bytes_; }
-  int64_t end() const { return end_; }
 
   // An open page with one owner; a lost one where the budget has no room.
   PagePtr allocate(int64_t layer, int64_t bytes);
@@ -69,11 +68,13 @@ class PageStore {
   // Closes a page, and waits while too many are still to be written.
   void seal(Lock& lock, const PagePtr& page);
   void touch(const PagePtr& page);
+  // A place in the file that no page takes.
+  int64_t reserve(int64_t bytes) { return (end_ += bytes) - bytes; }
   // Waits until all closed pages are written.
   void flush(Lock& lock);
   void fail(const std::string& error);
 
-  // A pinned page keeps its bytes until it is read. False: they are lost.
+  // A pinned page keeps its bytes and their place in the file. False: they are lost.
   bool pin(const PagePtr& page);
   void unpin(const PagePtr& page);
   bool read(Lock& lock, const PagePtr& page, int64_t offset, int64_t bytes, void* to);

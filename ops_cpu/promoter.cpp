@@ -58,9 +58,9 @@ Promoter::~Promoter() {
   if (worker_.joinable()) worker_.join();
 }
 
-int64_t Promoter::submit(int64_t number, const Candidates& candidates) {
+void Promoter::submit(int64_t number, const Candidates& candidates) {
   const std::lock_guard<std::mutex> held(calls_);
-  if (archive_->store().failed()) return 0;
+  if (archive_->store().failed()) return;
   const auto extent = archive_->extent(number);
   if (!extent)
     throw std::invalid_argument("layer " + std::to_string(number) + " of the archive is empty");
@@ -72,18 +72,15 @@ int64_t Promoter::submit(int64_t number, const Candidates& candidates) {
     layer.kv_heads = candidates.kv_heads;
     layer.rests_until.assign(static_cast<size_t>(layer.batch * layer.kv_heads), 0);
   }
-  int64_t accepted = 0;
   for (int64_t row = 0; row < layer.batch; ++row) {
     int64_t room = rule_.budget;
     for (const Entry& entry : layer.under_way) room -= entry.row == row;
     for (const Choice& choice : choose(layer, candidates, row)) {
       if (room <= 0) break;
-      if (!accept(number, layer, candidates, row, choice, extent->shape.token_bytes())) continue;
-      --room, ++accepted;
+      room -= accept(number, layer, candidates, row, choice, extent->shape.token_bytes());
     }
   }
   ++layer.step;
-  return accepted;
 }
 
 std::vector<ReadyToken> Promoter::collect(int64_t number) {

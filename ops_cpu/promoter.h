@@ -57,9 +57,9 @@ class Promoter {
 
   const Archive& archive() const { return *archive_; }
 
-  // One step of a layer; returns how many tokens are on their way now. Throws std::out_of_range
-  // for tokens that the archive does not have, before anything is accepted.
-  int64_t submit(int64_t layer, const Candidates& candidates);
+  // One step of a layer. Throws std::out_of_range for tokens that the archive does not have, before
+  // anything is accepted.
+  void submit(int64_t layer, const Candidates& candidates);
   // What has arrived since the last call, in the order it was accepted.
   std::vector<ReadyToken> collect(int64_t layer);
   // Offers these of the last collected tokens again, by their place among them. After a
