@@ -52,7 +52,11 @@ def test_full_disk_warns_once_and_goes_on() -> None:
                 archive.flush()
             at = torch.tensor([0])
             assert not layer.read(at, at, at)[2].any()
-            layer.reorder(torch.tensor([0, 0])); layer.crop(10); layer.reset()
+            layer.crop(10)
+            layer.reset()
+            layer.append(torch.randn(3, 2, 64, 32), torch.randn(3, 2, 64, 32))
+            layer.reorder(torch.tensor([2, 0, 2]))
+            assert not layer.read(torch.tensor([2]), at, torch.tensor([63]))[2].any()
         assert archive.failed and archive.nbytes == 0
         print([str(warning.message) for warning in caught])
         """
