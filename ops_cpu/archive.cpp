@@ -95,9 +95,11 @@ bool Archive::append(int64_t number, const ArchiveShape& shape, int64_t batch, c
                      const NewTokens& value, int64_t tokens) {
   PageStore::Lock lock = store_->lock();
   if (store_->failed()) return false;
+  if (batch == 0) return true;
   Layer& layer = layers_[number];
   if (layer.rows.empty()) {
     layer.shape = shape;
+    layer.tokens = 0;
     layer.rows.resize(static_cast<size_t>(batch));
   }
   if (!(layer.shape == shape))

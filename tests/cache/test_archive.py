@@ -143,6 +143,18 @@ def test_budget_below_one_page(in_memory: bool) -> None:
     assert archive.nbytes == 0 and not archive.failed
 
 
+@MODES
+def test_rows_that_are_all_gone(in_memory: bool) -> None:
+    layer = Archive(in_memory=in_memory).layer(0)
+    layer.append(*tokens_of(2, 70))
+    layer.reorder(torch.zeros(0, dtype=torch.int64))
+    layer.append(*tokens_of(0, 5))
+    assert layer.rows == layer.tokens == 0
+    key, value = tokens_of(3, 70)
+    layer.append(key, value)
+    assert_holds(layer, key, value)
+
+
 def test_copies() -> None:
     archive = Archive(in_memory=True)
     key, value = tokens_of(1, 70)
