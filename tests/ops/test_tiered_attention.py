@@ -9,7 +9,13 @@ from torch import Tensor
 import torch_kvq
 from tests import cases, tiers
 from tests.cases import Case
-from tests.ops.compare import FAST_LOGIT_STD, LSE_BUDGET, assert_attention_close, assert_same, head_error
+from tests.ops.compare import (
+    FAST_LOGIT_STD,
+    LSE_BUDGET,
+    assert_attention_close,
+    assert_same,
+    head_error,
+)
 from tests.tiers import TIER_CASES, TieredState, by_id
 from torch_kvq import formats, reference
 

@@ -10,25 +10,12 @@ from torch import Tensor
 
 from torch_kvq.cache.options import LayerOptions
 from torch_kvq.cache.room import pages_of, pages_of_prompt
-from torch_kvq.cache.state import LayerState
 from torch_kvq.formats import TILE_TOKENS, TileFormat
 
 
 def tensor_bytes(tensor: Tensor) -> int:
     """Bytes of the elements of a tensor."""
     return tensor.numel() * tensor.element_size()
-
-
-def state_bytes(state: LayerState) -> dict[str, int]:
-    """Bytes of the tensors of a layer, by what they are for."""
-    tiles, block_table, balance, exact_key, exact_value, lengths = map(tensor_bytes, state.tensors)
-    return {
-        "tiles": tiles,
-        "exact": exact_key + exact_value,
-        "balance": balance,
-        "block table": block_table,
-        "lengths": lengths,
-    }
 
 
 def expected_parts(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_kvq.cache.options import LayerOptions
+from torch_kvq.cache.paged import normal_tensors
 from torch_kvq.cache.pages import BlockTable
 from torch_kvq.cache.room import pages_of
-from torch_kvq.cache.state import LayerState, normal_tensors, quantize_tile_
+from torch_kvq.cache.state import LayerState, quantize_tile_
 from torch_kvq.formats import TILE_TOKENS
 
 
@@ -66,9 +66,9 @@ class StaticState(LayerState):
             self._settle()
 
     @normal_tensors
-    def resize(self, options: LayerOptions) -> None:
-        """Make room for the ``max_cache_len`` of other options; nothing becomes smaller."""
-        self.options = options
+    def resize(self, max_cache_len: int) -> None:
+        """Make room for ``max_cache_len`` positions; nothing becomes smaller."""
+        self.options = self.options.with_max_cache_len(max_cache_len)
         self.table.resize(max(self._table_width(), self.table.tensor.shape[1]))
         self._resize_exact(max(self._first_slots(), self.slots))
 
