@@ -63,9 +63,11 @@ class MemoryReport:
         total_bytes: bytes of all tensors that are allocated, used or not.
         fp16_bytes: bytes that the tokens held would take uncompressed, two for each element.
         parts: ``total_bytes`` by what they are for: tiles, exact tokens, balance, block table,
-            lengths, tokens that wait for their attention, layers of Transformers.
+            lengths, tokens that wait for their attention, layers of Transformers; near and far
+            tokens, and an archive in memory.
         tokens: tokens of the longest layer, all rows, without left padding.
         by_layer: the parts of every layer, empty for one that holds nothing.
+        disk_bytes: bytes of an archive in a file, which ``total_bytes`` leaves out.
 
     Example:
         >>> print(MemoryReport.collect([{"tiles": 1 << 20}], fp16_bytes=4 << 20, tokens=8192))
@@ -78,6 +80,7 @@ class MemoryReport:
     parts: dict[str, int] = field(default_factory=dict)
     tokens: int = 0
     by_layer: tuple[dict[str, int], ...] = ()
+    disk_bytes: int = 0
 
     @property
     def layers(self) -> int:
@@ -142,6 +145,8 @@ class MemoryReport:
         ]
         width = max(map(len, self.parts), default=0)
         lines += [f"  {name:{width}} {_mebibytes(size)}" for name, size in self.parts.items()]
+        if self.disk_bytes:
+            lines.append(f"  and an archive of {_mebibytes(self.disk_bytes)} in a file")
         return "\n".join(lines)
 
 

@@ -144,8 +144,12 @@ class CacheLayer:
             raise IndexError(f"tokens={tokens} removes more than the {length} positions held")
         if target < length:
             self.state.check_crop(target)
-            self.state.crop(target)
+            self._crop(target)
             self._length = target
+
+    def _crop(self, length: int) -> None:
+        assert self.state is not None
+        self.state.crop(length)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row i become what row ``beam_idx[i]`` is."""
@@ -172,7 +176,11 @@ class CacheLayer:
         if not selected:
             raise IndexError("indices must select at least one row")
         if selected != rows:
-            self.state.select(selected)
+            self._select(selected)
+
+    def _select(self, rows: list[int]) -> None:
+        assert self.state is not None
+        self.state.select(rows)
 
     @_eager
     def reset(self) -> None:
