@@ -71,7 +71,7 @@ test-kernels-qemu: build/test_kernels_static
 # AVX-512 by SIMDe's intrinsics: the folder's headers stand in for immintrin.h and region.h, and the
 # CPU counts as having every feature. Inlined, the emulation takes minutes to compile.
 SIMDE := build/simde
-EMULATED := -Iops_cpu/test/emulated -isystem $(SIMDE)/cmeel.prefix/include -mavx2 -mf16c \
+EMULATED := -Iops_cpu/test/emulated -isystem $(SIMDE)/cmeel.prefix/include -mavx2 -mfma -mf16c \
   -D'__builtin_cpu_supports(feature)=true' -DSIMDE_NO_INLINE -Wno-psabi
 test-kernels-avx512: build/test_kernels_avx512
 	build/test_kernels_avx512 avx512vnni avx2 scalar

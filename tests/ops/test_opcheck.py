@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import cases
+from tests import cases, tiers
 from tests.cases import CASES, Case, State
 from torch_kvq import formats
 
@@ -78,3 +78,27 @@ def test_append(case: Case) -> None:
 def test_attention(case: Case) -> None:
     arguments = cases.attention_arguments(case)
     check("lut_attention", cases.make_query(case), *clean_state(case), **arguments)
+
+
+@pytest.mark.parametrize("dims", ((64, 64), (96, 48)), ids=str)
+def test_far(dims: tuple[int, int]) -> None:
+    key, value = torch.randn(2, 3, 64, dims[0]), torch.randn(2, 3, 64, dims[1])
+    check("quantize_far", key, value)
+    check("dequantize_far", torch.ops.kvq.quantize_far(key, value), *dims)
+    check("dequantize_far", torch.ops.kvq.quantize_far(key, value), *dims, torch.bfloat16)
+
+
+@pytest.mark.parametrize("far", tiers.FORMATS)
+@pytest.mark.parametrize("case", tiers.by_id(*IDS), ids=str)
+def test_tiered_attention(case: Case, far: str) -> None:
+    state, query, arguments, _ = tiers.expected(case, far)
+    pages = torch.arange(state.block_table.numel(), dtype=torch.int32).view_as(state.block_table)
+    clean = state._replace(
+        near_key=state.near_key.nan_to_num(0.0),
+        near_value=state.near_value.nan_to_num(0.0),
+        block_table=torch.where(state.block_table < 0, pages, state.block_table),
+    )
+    if arguments["balance"] is not None:
+        arguments = {**arguments, "balance": arguments["balance"].nan_to_num(1.0)}
+    check("tiered_attention", query, *clean, **arguments)
+    check("tiered_attention", query, *clean, **arguments, candidates=0)
