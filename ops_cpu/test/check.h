@@ -57,3 +57,5 @@ void test_extremes(const kvq::Kernels& k);
 
 // Far records and attention over two tiers; in test_tiers.cpp.
 void test_tiers(const kvq::Kernels& k);
+// Exact tokens behind a thread that writes and one that reads; in test_archive.cpp.
+void test_archive();

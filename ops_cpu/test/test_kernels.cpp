@@ -234,6 +234,7 @@ int main(int count, char** arguments) {
     std::printf("%-12s %s%s\n", k.name, failures == before ? "equals scalar" : "DIFFERS",
                 &k == &active() ? ", active" : "");
   }
+  test_archive();
   expect(wanted.empty() || found == wanted, "the instruction sets of the command line");
   return failures ? EXIT_FAILURE : EXIT_SUCCESS;
 }
