@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-import logging
+import copy
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from torch_kvq.cache.archive import Archive, ArchiveLayer
+from torch_kvq.cache.promoter import Promoter
 from torch_kvq.cache.tiered_state import TieredState
-
-_log = logging.getLogger("torch_kvq")
 
 
 class Promotion:
     """Archive and promoter of a cache.
 
-    Args:
-        archive: `torch_kvq.cache.archive.Archive`, or what does the same.
-        promoter: `torch_kvq.cache.archive.Promoter` of that archive.
-        in_memory: the archive is in memory and no file.
+    A copy has an archive of its own with the same tokens; one that was pickled has none.
 
-    Attributes:
-        is_on: tokens are archived and come back; not any more once the archive is lost.
+    Args:
+        archive: exact keys and values of all layers.
+        in_memory: the archive is no file.
+        promoter: options of `torch_kvq.cache.promoter.Promoter`.
     """
 
-    def __init__(self, archive: Any, promoter: Any, in_memory: bool = False) -> None:
+    def __init__(self, archive: Archive, in_memory: bool, promoter: dict[str, Any]) -> None:
         self.archive = archive
-        self.promoter = promoter
         self.in_memory = in_memory
-        self._said = False
+        self._options = promoter
+        self.promoter = Promoter(archive, **promoter)
 
     @classmethod
     def make(
@@ -52,13 +51,17 @@ class Promotion:
             path: of the archive, which is kept; a temporary file when None.
             budget: bytes of the archive; what was not used for longest is given up first.
             in_memory: no file.
-            cooldown: steps between two tokens of a layer and KV head.
-            promotions: tokens of a layer in a step.
+            cooldown: steps from one token that comes back to a KV head to its next.
+            promotions: tokens of a row and layer that may be on their way.
             margin: by which a log weight has to exceed that of the least used near token.
 
         Raises:
             ValueError: ``promote`` is something else, or an archive is described that there is not
                 to be.
+
+        Example:
+            >>> Promotion.make(False) is None
+            True
         """
         if promote not in (True, False, "sync"):
             raise ValueError(f"promote must be True, False or 'sync', got {promote!r}")
@@ -69,30 +72,19 @@ class Promotion:
                     f"archive_budget={budget}, archive_in_memory={in_memory}"
                 )
             return None
-        from torch_kvq.cache.archive import Archive, Promoter
-
+        options = {"cooldown": cooldown, "budget": promotions, "margin": margin}
         archive = Archive(path, budget=budget, in_memory=in_memory)
-        promoter = Promoter(
-            archive,
-            cooldown=cooldown,
-            budget=promotions,
-            margin=margin,
-            synchronous=promote == "sync",
-        )
-        return cls(archive, promoter, in_memory)
+        return cls(archive, in_memory, {**options, "synchronous": promote == "sync"})
 
-    @property
-    def is_on(self) -> bool:
-        """Whether the archive works; the first time that it does not, a warning says so."""
-        if not self.archive.failed:
-            return True
-        if not self._said:
-            self._said = True
-            _log.warning(
-                "the archive of a tiered cache is lost or its disk is full: far tokens stay far, "
-                "and generation goes on"
-            )
-        return False
+    def fork(self) -> Promotion:
+        """Archive and promoter for a fork of the cache."""
+        return type(self)(self.archive.fork(), self.in_memory, self._options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Promotion:
+        return self.fork()
+
+    def __reduce__(self) -> Any:
+        return _none, ()
 
     def close(self) -> None:
         """Stop the promoter and give up the archive."""
@@ -103,7 +95,7 @@ class Promotion:
 class LayerPromotion:
     """The part of it that belongs to one layer.
 
-    Archive and promoter number the tokens of a row by position, padding included.
+    The archive numbers the tokens of a row by position, padding included.
 
     Args:
         index: the layer.
@@ -113,17 +105,18 @@ class LayerPromotion:
         promoted: tokens that came back so far, counted for each KV head.
     """
 
-    def __init__(self, index: int, whole: Promotion) -> None:
+    def __init__(self, index: int, whole: Promotion, promoted: int = 0) -> None:
         self.index = index
         self.whole = whole
-        self.promoter = whole.promoter
-        self.layer = whole.archive.layer(index)
-        self.promoted = 0
+        self.promoted = promoted
+
+    @property
+    def _archive(self) -> ArchiveLayer:
+        return self.whole.archive.layer(self.index)
 
     def append(self, key: Tensor, value: Tensor) -> None:
         """Hand ``[batch, kv_heads, tokens, dim]`` to the archive."""
-        if self.whole.is_on:
-            self.layer.append(key, value)
+        self._archive.append(key, value)
 
     def submit(self, state: TieredState, index: Tensor, score: Tensor) -> None:
         """Name far tokens that the last queries attended to.
@@ -133,33 +126,48 @@ class LayerPromotion:
             index: int32 ``[batch, kv_heads, candidates]``, tokens of the row, -1 for none.
             score: float32, their log weights.
         """
-        if not self.whole.is_on:
-            return
-        position = torch.where(index >= 0, index + state.lengths[:, :1, None], -1)
-        self.promoter.submit(self.index, position, score, state.least_use())
+        start = state.lengths[:, 0]
+        found = [tensor.cpu() for tensor in (index, score, state.least_use(), start)]
+        self.whole.promoter.submit(self.index, *found)
 
     def publish(self, state: TieredState) -> None:
-        """Let those tokens be near that have been read."""
-        for row, head, position, key, value in self.promoter.collect(self.index):
-            token = int(position) - int(state.lengths[row, 0])
-            self.promoted += state.promote(int(row), int(head), token, key, value)
+        """Let those tokens be near that have been read; what finds no room is offered again."""
+        ready = self.whole.promoter.collect(self.index)
+        if ready is None:
+            return
+        again = []
+        places = zip(ready.row.tolist(), ready.head.tolist(), ready.token.tolist(), strict=True)
+        for place, (row, head, token) in enumerate(places):
+            if not state.is_far(row, head, token):
+                continue
+            use = float(ready.score[place])
+            if state.promote(row, head, token, ready.key[place], ready.value[place], use):
+                self.promoted += 1
+            else:
+                again.append(place)
+        if again:
+            self.whole.promoter.retry(self.index, torch.tensor(again, device="cpu"))
 
     def crop(self, length: int) -> None:
         """Keep the first ``length`` positions."""
-        self._forget()
-        self.layer.crop(length)
+        self._archive.crop(length)
 
     def reorder(self, rows: list[int]) -> None:
         """Let row i become what row ``rows[i]`` is."""
-        self._forget()
-        self.layer.reorder(torch.tensor(rows, device="cpu"))
+        self._archive.reorder(torch.tensor(rows, device="cpu"))
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self._forget()
-        self.layer.reset()
+        self._archive.reset()
         self.promoted = 0
 
-    def _forget(self) -> None:
-        """Drop what is on its way: it names rows and tokens that are no longer the same."""
-        self.promoter.collect(self.index)
+    def __reduce__(self) -> Any:
+        return _none, ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerPromotion:
+        whole = copy.deepcopy(self.whole, memo)
+        return type(self)(self.index, whole, self.promoted)
+
+
+def _none() -> None:
+    """What an archive is after it was pickled."""

@@ -36,6 +36,7 @@ class TierOptions(RowOptions):
     observed_queries: int = 32
 
     def __post_init__(self) -> None:
+        check_count("window", self.residual_length, least=0)
         super().__post_init__()
         ratio = self.near_ratio
         if not isinstance(ratio, (int, float)) or isinstance(ratio, bool):

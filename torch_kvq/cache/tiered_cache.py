@@ -47,7 +47,7 @@ class TieredCore(CacheCore):
     def memory_report(self) -> MemoryReport:
         """Bytes of all tensors by tier, and of fp16 keys and values for the same tokens.
 
-        An archive in memory counts; one in a file is in ``disk_bytes``.
+        What the archive has in memory counts; what it has in a file is in ``disk_bytes``.
 
         Example:
             >>> cache = TieredCache(promote=False)
@@ -59,11 +59,11 @@ class TieredCore(CacheCore):
         report = super().memory_report()
         if self.promotion is None:
             return report
-        size = self.promotion.archive.nbytes
-        if not self.promotion.in_memory:
-            return replace(report, disk_bytes=size)
+        archive = self.promotion.archive
+        size = archive.memory_nbytes
         parts = {**report.parts, "archive": size}
-        return replace(report, total_bytes=report.total_bytes + size, parts=parts)
+        total, on_disk = report.total_bytes + size, archive.nbytes - size
+        return replace(report, total_bytes=total, parts=parts, disk_bytes=on_disk)
 
     def tier_map(self, layer: int, row: int = 0) -> TierMap:
         """Which tokens of a row of a layer are near.
@@ -101,14 +101,15 @@ class TieredCore(CacheCore):
         return self.tier_map(layer, row).plot(axes, title=f"layer {layer}")
 
     def fork(self: _C) -> _C:
-        """Another cache with the same tokens, see `CacheCore.fork`; it has no archive."""
+        """Another cache with the same tokens, see `CacheCore.fork`; its archive shares pages."""
         fork = super().fork()
-        fork.promotion = None
+        if self.promotion is not None:
+            fork.promotion = self.promotion.fork()
+            for layer, own in zip(fork.tiered_layers, self.tiered_layers, strict=True):
+                if own.promotion is not None:
+                    promoted, index = own.promotion.promoted, own.promotion.index
+                    layer.promotion = LayerPromotion(index, fork.promotion, promoted)
         return fork
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy has no archive either: it would write over that of the original."""
-        return {**self.__dict__, "promotion": None}
 
     def close(self) -> None:
         """Give up the archive; the cache goes on without it."""

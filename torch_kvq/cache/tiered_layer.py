@@ -174,12 +174,8 @@ class TieredLayer(PackedLayer):
         if self.promotion is not None:
             self.promotion.reset()
 
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy has no archive: it would write over that of the original."""
-        return {**self.__dict__, "promotion": None}
-
     def fork(self) -> TieredLayer:
-        """Another layer with the same tokens, see `CacheLayer.fork`; it has no archive."""
+        """Another layer with the same tokens, see `CacheLayer.fork`; alone it has no archive."""
         fork = super().fork()
         fork.promotion = None
         return fork

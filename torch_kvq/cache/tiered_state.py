@@ -252,10 +252,10 @@ class TieredState(PagedState):
         return use.masked_fill(use == -torch.inf, torch.inf).amin(2)
 
     @normal_tensors
-    def promote(self, row: int, head: int, token: int, key: Tensor, value: Tensor) -> bool:
-        """Let a far token be near.
-
-        It takes an empty slot, or that of the least used token.
+    def promote(
+        self, row: int, head: int, token: int, key: Tensor, value: Tensor, use: float
+    ) -> bool:
+        """Let a far token be near, in an empty slot or that of the least used token.
 
         Args:
             row: of the batch.
@@ -263,25 +263,28 @@ class TieredState(PagedState):
             token: of the row, its padding not counted.
             key: ``[key_dim]``, exact.
             value: ``[value_dim]``, exact.
+            use: log weight of the token.
 
         Returns:
-            False when the token is not far, or near already, or there is no slot for it.
+            False when all slots hold tokens that are used as much.
         """
-        place = token - self.options.sink_tokens
-        quantized = int(self.lengths[row, 2])
         near = self.near(row).slots(0, self.kept)
-        index = near.token[head]
-        if not 0 <= place < quantized or bool((index == token).any()):
-            return False
-        rank = near.use[head].masked_fill(index < 0, -torch.inf)
-        rank = rank.masked_fill((index >= 0) & (index < self.options.sink_tokens), torch.inf)
+        held, sinks = near.token[head], self.options.sink_tokens
+        rank = near.use[head].masked_fill(held < 0, -torch.inf)
+        rank = rank.masked_fill((held >= 0) & (held < sinks), torch.inf)
         slot = int(rank.argmin())
-        if rank[slot] == torch.inf:
+        if held[slot] >= 0 and not rank[slot] < use:
             return False
         near.key[head, slot], near.value[head, slot] = key, value
-        index[slot], near.use[head, slot], near.returned[head, slot] = token, 0.0, True
-        self._mark(row, quantized)
+        held[slot], near.use[head, slot], near.returned[head, slot] = token, use, True
+        self._mark(row, int(self.lengths[row, 2]))
         return True
+
+    def is_far(self, row: int, head: int, token: int) -> bool:
+        """Whether a KV head has a token of a row in the far tier alone."""
+        place, quantized = token - self.options.sink_tokens, int(self.lengths[row, 2])
+        held = self.near_index[row, head, : self.kept]
+        return 0 <= place < quantized and not bool((held == token).any())
 
     @normal_tensors
     def crop(self, length: int) -> None:

@@ -26,7 +26,8 @@ class TieredCache(TieredCore, TransformersCache):
     and head dims that are not a multiple of 16 from 32 to 512 keep Transformers' own, as in
     `torch_kvq.KVQCache`. The cache grows; there is none that is allocated at once.
 
-    Copies and forks go on without an archive: their far tokens stay far.
+    Forks and copies have an archive of their own, which shares the pages of this one; a cache that
+    was pickled has none, and its far tokens stay far.
 
     Args:
         near_ratio: share of a row's tokens that each KV head has near, sinks and window included.
