@@ -271,17 +271,18 @@ def _attention_mass_fake(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     _checks.check_rank(4, key=key)
     _checks.check_float(key=key)
     _checks.check_query(query, key, attn_mask, sinks, sliding_window, softcap, "exact")
-    return key.new_empty(key.shape[:3], dtype=torch.float32)
+    mass = key.new_empty(key.shape[:3], dtype=torch.float32)
+    return mass, torch.empty_like(mass)
 
 
 define(
     "attention_mass(Tensor query, Tensor key, Tensor? attn_mask=None, *, float? scale=None, "
     "bool is_causal=False, SymInt? sliding_window=None, float? softcap=None, Tensor? sinks=None) "
-    "-> Tensor",
+    "-> (Tensor, Tensor)",
     reference.attention_mass,
     _attention_mass_fake,
 )
@@ -297,7 +298,7 @@ def attention_mass(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Mean attention weight of every key over some queries, for each KV head.
 
     Query i of T stands at position ``tokens - T + i``. There is no kernel of its own: it runs once
@@ -316,15 +317,16 @@ def attention_mass(
         sinks: ``[heads]``, a logit per head that joins the softmax without a value.
 
     Returns:
-        float32 ``[batch, kv_heads, tokens]``: weights from 0 to 1, the mean over the queries and
-        the heads of the KV head; 0 for masked keys.
+        ``(mass, greatest)``, float32 ``[batch, kv_heads, tokens]`` each: the mean weight over the
+        queries and the heads of the KV head, from 0 to 1, and the logarithm of the greatest, as
+        `tiered_attention` gives it; 0 and -inf for masked keys.
 
     Raises:
         ValueError: shapes, dtypes or options outside the above.
 
     Example:
         >>> query, key = torch.randn(1, 8, 32, 64), torch.randn(1, 2, 500, 64)
-        >>> mass = attention_mass(query, key, is_causal=True)
+        >>> mass, greatest = attention_mass(query, key, is_causal=True)
         >>> mass.shape, torch.allclose(mass.sum(-1), torch.ones(1, 2))
         (torch.Size([1, 2, 500]), True)
     """

@@ -99,7 +99,7 @@ def test_a_prompt_is_tiered_by_the_mass_of_its_last_queries() -> None:
     data, query = normal(2, 1, HEADS, 300, DIM), 2 * normal(1, 4, 300, DIM, seed=1)
     layer.update(*data)
     layer.attend(query, is_causal=True)
-    mass = attention_mass(query[:, :, -8:], data[0], is_causal=True)[0]
+    mass = attention_mass(query[:, :, -8:], data[0], is_causal=True)[0][0]
     far = int(layer.state.lengths[0, 2])
     count = layer.options.chosen(300, far)
     assert count == 75 - 4 - 10

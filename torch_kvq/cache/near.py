@@ -41,23 +41,36 @@ class Near(NamedTuple):
         self.use.fill_(-torch.inf)
         self.returned.fill_(False)
 
-    def fill(self, candidates: Near, count: int, sink_tokens: int) -> None:
-        """Take the sinks and the most used of the candidates, ``count`` of them, and no other.
+    def fill(
+        self, candidates: Near, count: int, sink_tokens: int, rank: Tensor | None = None
+    ) -> Tensor:
+        """Take the sinks and the first ``count`` of the candidates, and no other.
 
-        Of equally used tokens the first ones come first.
+        Args:
+            candidates: tokens, each once; they may be views of these slots.
+            count: how many beside the sinks.
+            sink_tokens: first tokens of the row.
+            rank: float32 ``[kv_heads, candidates]``, the greatest first; their use when None. Of
+                equals the earlier candidate comes first.
+
+        Returns:
+            float32 ``[kv_heads]``, the median use of those taken, sinks left out; that of the first
+            candidate where none is.
         """
         is_sink = (candidates.token >= 0) & (candidates.token < sink_tokens)
         # A token that nothing attended to still comes before an empty slot.
-        rank = candidates.use.nan_to_num(neginf=torch.finfo(torch.float32).min)
+        rank = candidates.use if rank is None else rank
+        rank = rank.nan_to_num(neginf=torch.finfo(torch.float32).min)
         rank = rank.masked_fill(is_sink, torch.inf).masked_fill(candidates.token < 0, -torch.inf)
+        order = rank.sort(dim=1, descending=True, stable=True).indices
+        middle = candidates.use.gather(1, order[:, sink_tokens : sink_tokens + max(count, 1)])
         count = min(count + sink_tokens, rank.shape[1], self.token.shape[1])
-        order = rank.sort(dim=1, descending=True, stable=True).indices[:, :count]
-        # One more, as the candidates may be views of these slots.
-        chosen = [_gathered(tensor, order) for tensor in candidates]
+        chosen = [_gathered(tensor, order[:, :count]) for tensor in candidates]
         self.clear()
         for slots, taken in zip(self, chosen, strict=True):
             slots[:, :count] = taken
         self.use[:, :count].masked_fill_(self.token[:, :count] < 0, -torch.inf)
+        return middle.median(1).values
 
 
 def _gathered(tensor: Tensor, order: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ class Promotion:
             in_memory: no file.
             cooldown: steps from one token that comes back to a KV head to its next.
             promotions: tokens of a row and layer that may be on their way.
-            margin: by which a log weight has to exceed that of the least used near token.
+            margin: by which a log weight has to exceed the median use of the chosen near tokens.
 
         Raises:
             ValueError: ``promote`` is something else, or an archive is described that there is not
@@ -127,7 +127,7 @@ class LayerPromotion:
             score: float32, their log weights.
         """
         start = state.lengths[:, 0]
-        found = [tensor.cpu() for tensor in (index, score, state.least_use(), start)]
+        found = [tensor.cpu() for tensor in (index, score, state.median_use, start)]
         self.whole.promoter.submit(self.index, *found)
 
     def publish(self, state: TieredState) -> None:

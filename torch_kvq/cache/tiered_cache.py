@@ -161,7 +161,7 @@ class TieredCache(TieredCore, PlainCache):
         archive_in_memory: keep it in memory.
         cooldown: steps between two tokens of a layer and KV head.
         promotions: tokens of a layer in a step.
-        margin: by which a log weight has to exceed that of the least used near token.
+        margin: by which a log weight has to exceed the median use of the chosen near tokens.
         config: must be None: the layout of a Transformers model takes Transformers.
         strict: raise where keys or values would have to be decoded.
         skip_layers: layers that are stored without loss; here they cannot count from the last.

@@ -101,7 +101,7 @@ class TieredLayer(PackedLayer):
     def _setup(self, options: TierOptions) -> None:
         super().__init__(options)
         self.promotion: LayerPromotion | None = None
-        self._mass: Tensor | None = None
+        self._seen: tuple[Tensor, Tensor] | None = None  # mass and use of the tokens kept back
         self._format = {
             "far": options.far,
             "sink_tokens": options.sink_tokens,
@@ -128,16 +128,16 @@ class TieredLayer(PackedLayer):
         options = {name: value for name, value in options.items() if name != "precision"}
         if options.get("sinks") is not None:
             options["sinks"] = options["sinks"].detach()
-        self._mass = torch.ops.kvq.attention_mass(query[:, :, -last:], key, attn_mask, **options)
+        self._seen = torch.ops.kvq.attention_mass(query[:, :, -last:], key, attn_mask, **options)
 
     def _store(self, key: Tensor, value: Tensor) -> None:
         assert self.state is not None
         if self.state.is_empty:
-            self.state.append_prompt(key, value, self._mass)
+            self.state.append_prompt(key, value, *(self._seen or ()))
         else:
             self.state.append_exact(key, value)
             self._unpacked = True
-        self._mass = None
+        self._seen = None
 
     def _read(self, query: Tensor, attn_mask: Tensor | None, options: dict[str, Any]) -> Tensor:
         state, promotion = self.state, self.promotion
@@ -170,7 +170,7 @@ class TieredLayer(PackedLayer):
     def reset(self) -> None:
         """Forget all tokens and give their memory back."""
         super().reset()
-        self._mass = None
+        self._seen = None
         if self.promotion is not None:
             self.promotion.reset()
 

@@ -42,10 +42,11 @@ class TieredState(PagedState):
         near_use: float32 ``[batch, kv_heads, capacity]``: the greatest log weight of the token in
             each slot, halved with every tile.
         returned: bool ``[batch, kv_heads, capacity]``: the token came back from the archive.
+        median_use: float32 ``[batch, kv_heads]``: the median use of the tokens chosen last.
     """
 
     options: TierOptions
-    own_tensors = (*_NEAR, "near_count", "promoted", "balance", "lengths")
+    own_tensors = (*_NEAR, "median_use", "near_count", "promoted", "balance", "lengths")
 
     @normal_tensors
     def __init__(self, key: Tensor, value: Tensor, options: TierOptions) -> None:
@@ -55,6 +56,7 @@ class TieredState(PagedState):
         self.far = FarTier(options.far, key_dim, value.shape[3], key.dtype)
         self.kept = self.first = 0
         self.near_count = self.lengths.new_zeros((batch, kv_heads))
+        self.median_use = key.new_zeros((batch, kv_heads), dtype=torch.float32)
         self.promoted = key.new_zeros((batch, kv_heads, 0), dtype=torch.int64)
         channels = key_dim if options.far == "tile4" else 0
         self.balance = key.new_zeros((batch, kv_heads, channels), dtype=torch.float32)
@@ -125,15 +127,18 @@ class TieredState(PagedState):
         self.is_empty = False
 
     @normal_tensors
-    def append_prompt(self, key: Tensor, value: Tensor, mass: Tensor | None) -> None:
+    def append_prompt(
+        self, key: Tensor, value: Tensor, mass: Tensor | None = None, use: Tensor | None = None
+    ) -> None:
         """Store the first tokens of all rows, the near ones chosen by their attention mass.
 
         Args:
             key: ``[batch, kv_heads, tokens, key_dim]``.
             value: ``[batch, kv_heads, tokens, value_dim]``.
             mass: float32 ``[batch, kv_heads, tokens]``; None when no query is known.
+            use: their greatest log weights in the same shape.
         """
-        tokens, use = key.shape[2], None if mass is None else mass.log()
+        tokens = key.shape[2]
         rows, chosen = self._due(tokens)
         self.kept = max((self.options.kept_slots(k) for k in chosen if k is not None), default=0)
         self.first = min((self._recent(start, due) for start, _, due in rows), default=0)
@@ -154,7 +159,8 @@ class TieredState(PagedState):
             end = start + self.options.sink_tokens + due
             prompt = self._candidates(row, key, value, use, start, end)
             self._write_tiles(row, prompt.key, prompt.value, 0, due)
-            self._choose(row, prompt, chosen[row] or 0, due)
+            rank = None if mass is None else mass[row, :, start:end]
+            self._choose(row, prompt, chosen[row] or 0, due, rank)
         self.near_count.fill_(self.kept + recent)
         self.lengths[:, 1] = tokens
         self._settle()
@@ -228,9 +234,12 @@ class TieredState(PagedState):
         self.table.pool.tiles[self.table.rows[row][pages_of(quantized) : pages_of(due)]] = records
         self._match_promoted()
 
-    def _choose(self, row: int, candidates: Near, chosen: int, due: int) -> None:
+    def _choose(
+        self, row: int, candidates: Near, chosen: int, due: int, rank: Tensor | None = None
+    ) -> None:
         """Fill the kept slots of a row that has ``due`` far tokens."""
-        self.near(row).slots(0, self.kept).fill(candidates, chosen, self.options.sink_tokens)
+        kept, sinks = self.near(row).slots(0, self.kept), self.options.sink_tokens
+        self.median_use[row] = kept.fill(candidates, chosen, sinks, rank)
         self.lengths[row, 2] = due
         self._mark(row, due)
 
@@ -245,11 +254,6 @@ class TieredState(PagedState):
     def note_use(self, near_score: Tensor) -> None:
         """Remember how much the last queries attended to near tokens, by their log weights."""
         torch.maximum(self.near_use, near_score, out=self.near_use)
-
-    def least_use(self) -> Tensor:
-        """Use of the least used near token of every KV head, ``[batch, kv_heads]``."""
-        use = self.near_use
-        return use.masked_fill(use == -torch.inf, torch.inf).amin(2)
 
     @normal_tensors
     def promote(
@@ -453,7 +457,7 @@ class TieredState(PagedState):
     def parts(self) -> dict[str, int]:
         """Bytes of all tensors by what they are for."""
         return {
-            "near": sum(tensor_bytes(getattr(self, name)) for name in _NEAR),
+            "near": sum(tensor_bytes(getattr(self, name)) for name in (*_NEAR, "median_use")),
             "far": tensor_bytes(self.table.pool.tiles),
             "balance": tensor_bytes(self.balance),
             "block table": tensor_bytes(self.table.tensor) + tensor_bytes(self.promoted),

@@ -20,7 +20,7 @@ class TieredCache(TieredCore, TransformersCache):
     own, on exact keys and values; its last queries choose, for each KV head, the tokens that stay
     near. Later steps read both tiers by one operator and count each token once. New tokens are near
     until they leave the window, then the most used stay. With an archive, far tokens that are
-    attended to more than the least used near one come back exactly.
+    attended to more than the median of the chosen near ones come back exactly.
 
     Layers with full attention have tiers. Those with a sliding window, linear or latent attention,
     and head dims that are not a multiple of 16 from 32 to 512 keep Transformers' own, as in
@@ -43,7 +43,8 @@ class TieredCache(TieredCore, TransformersCache):
         archive_in_memory: keep it in memory instead of a file.
         cooldown: steps between two tokens that come back to a layer and KV head.
         promotions: tokens that come back to a layer in a step.
-        margin: by which a log weight has to exceed that of the least used near token.
+        margin: by which a log weight has to exceed the median use of the chosen near tokens, their
+            greatest log weight, which is halved with every tile.
         config: configuration of the model, for a cache that is not handed to ``generate``.
         strict: raise a RuntimeError where keys or values would have to be decoded.
         skip_layers: layers that keep Transformers' own, such as ``(0, -1)``.

@@ -19,8 +19,8 @@ def attention_mass(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-) -> Tensor:
-    """Mean attention weight of every key, one KV head after the other.
+) -> tuple[Tensor, Tensor]:
+    """Mean and greatest attention weight of every key, one KV head after the other.
 
     Args:
         query: ``[batch, heads, queries, key_dim]``.
@@ -33,7 +33,7 @@ def attention_mass(
         sinks: ``[heads]``, a logit per head without a value.
 
     Returns:
-        float32 ``[batch, kv_heads, tokens]``.
+        Mean weights and greatest log weights, float32 ``[batch, kv_heads, tokens]`` each.
     """
     _checks.check_rank(4, key=key)
     _checks.check_float(key=key)
@@ -48,6 +48,7 @@ def attention_mass(
     query_position = torch.arange(queries, device=key.device) + (tokens - queries)
     allowed = allowed_keys(query_position, position, is_causal, sliding_window)
     mass = key.new_zeros((batch, kv_heads, tokens), dtype=torch.float32)
+    greatest = torch.full_like(mass, -torch.inf)
     group = heads // kv_heads
     for row in range(batch):
         for head in range(kv_heads if group * queries else 0):
@@ -65,5 +66,7 @@ def attention_mass(
                 extra = sinks[members].to(torch.float32).view(-1, 1, 1).expand(extra.shape)
             weight = torch.cat((score, extra), -1).softmax(-1)[..., :tokens]
             # A query that attends to nothing has weights of 0 / 0.
-            mass[row, head] = weight.masked_fill(score == -torch.inf, 0.0).mean((0, 1))
-    return mass
+            weight = weight.masked_fill(score == -torch.inf, 0.0)
+            mass[row, head] = weight.mean((0, 1))
+            greatest[row, head] = weight.amax((0, 1)).log()
+    return mass, greatest
