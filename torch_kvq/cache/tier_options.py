@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch_kvq import formats
 from torch_kvq.cache.options import RowOptions, check_count
 
-_LEAST_HEADROOM = 8
-_HEADROOM = 8
+_LEAST_HEADROOM = 12
+_HEADROOM = 12
 """One part in so many of the chosen tokens is free for those that come back."""
 
 
@@ -27,7 +27,7 @@ class TierOptions(RowOptions):
         >>> options.chosen(tokens=4096, far=4032)
         374
         >>> options.kept_slots(374)
-        425
+        409
     """
 
     residual_length: int = 32

@@ -8,6 +8,7 @@ slot, and everything else happens once in 64 tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -144,7 +145,8 @@ class TieredState(PagedState):
         self.first = min((self._recent(start, due) for start, _, due in rows), default=0)
         self.first = min(self.first, tokens)
         recent = tokens - self.first
-        slots = self.kept + recent + self._spare(recent)
+        self.limit = self._next_limit(rows)
+        slots = self.kept + recent + self._spare(recent, tokens)
         self.near_key, self.near_value, self.near_index, self.near_use, self.returned = (
             self._empty_near(slots, key, value)
         )
@@ -388,14 +390,16 @@ class TieredState(PagedState):
     def _settle(self) -> None:
         rows = self.lengths.tolist()
         self._note(rows)
-        self.limit = 0
-        if self.placed:
-            self.limit = min(start + self.options.next_tile(used) for start, _, used in rows)
+        self.limit = self._next_limit(rows) if self.placed else 0
         self._fit(0)
 
-    def _spare(self, recent: int) -> int:
-        """Slots for tokens to come, beside so many recent ones."""
-        return max(recent // 8, TILE_TOKENS)
+    def _next_limit(self, rows: Sequence[Sequence[int]]) -> int:
+        """Fewest positions at which a row gets another tile."""
+        return min(start + self.options.next_tile(used) for start, *_, used in rows)
+
+    def _spare(self, recent: int, length: int) -> int:
+        """Slots for tokens to come: until a row gets its next tile, or for a part of the recent."""
+        return max(min(self.limit - length, max(recent // 8, TILE_TOKENS)), 0)
 
     @normal_tensors
     def _fit(self, tokens: int, kept: int = 0) -> None:
@@ -414,11 +418,9 @@ class TieredState(PagedState):
         """Let there be so many kept slots, and recent ones from ``first`` to ``length`` on."""
         held = self.near_key.shape[2] - self.kept
         recent = length - first + tokens
-        slots = (
-            held
-            if recent <= held <= recent + 2 * self._spare(recent)
-            else (recent + self._spare(recent))
-        )
+        slots = recent + self._spare(recent, length + tokens)
+        if recent <= held <= slots + TILE_TOKENS:
+            slots = held
         shared = max(first, self.first)
         source = slice(
             self.kept + shared - self.first, self.kept + max(length, shared) - self.first
