@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,13 @@ from torch_kvq._ops import (
     quantize_tile,
     quantize_tile_,
 )
-from torch_kvq._tiered_ops import dequantize_far, quantize_far, tiered_attention
-from torch_kvq.cache import KVQLayer, MemoryReport
+from torch_kvq._tiered_ops import attention_mass, dequantize_far, quantize_far, tiered_attention
+from torch_kvq.cache import KVQLayer, MemoryReport, TieredLayer
 
 if TYPE_CHECKING:
     from torch_kvq.integrations.estimate import estimate
     from torch_kvq.integrations.transformers import KVQCache
+    from torch_kvq.integrations.transformers_tiered import TieredCache
 
 __version__ = "0.1.0"
 
@@ -27,6 +29,9 @@ __all__ = [
     "KVQCache",
     "KVQLayer",
     "MemoryReport",
+    "TieredCache",
+    "TieredLayer",
+    "attention_mass",
     "cpu_capabilities",
     "cpu_capability",
     "dequantize_far",
@@ -41,10 +46,17 @@ __all__ = [
     "tiered_attention",
 ]
 
+_WITH_TRANSFORMERS = {
+    "KVQCache": "integrations.transformers",
+    "TieredCache": "integrations.transformers_tiered",
+    "estimate": "integrations.estimate",
+}
+_WITHOUT_TRANSFORMERS = {"KVQCache": "cache.cache", "TieredCache": "cache.tiered_cache"}
+
 
 def __getattr__(name: str) -> Any:
     """Import what may bring in Transformers when it is asked for."""
-    if name not in ("KVQCache", "estimate"):
+    if name not in ("KVQCache", "TieredCache", "estimate"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = found = _lazy(name)
     return found
@@ -55,12 +67,9 @@ def _lazy(name: str) -> Any:
         from torch_kvq.integrations import check_transformers
 
         check_transformers()
-        from torch_kvq.integrations.estimate import estimate
-        from torch_kvq.integrations.transformers import KVQCache
-
-        return KVQCache if name == "KVQCache" else estimate
-    if name == "estimate":
+        module = _WITH_TRANSFORMERS[name]
+    elif name == "estimate":
         raise ImportError("estimate needs transformers, whose configurations it reads")
-    from torch_kvq.cache import cache
-
-    return cache.KVQCache
+    else:
+        module = _WITHOUT_TRANSFORMERS[name]
+    return getattr(importlib.import_module(f"torch_kvq.{module}"), name)

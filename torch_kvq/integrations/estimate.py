@@ -14,7 +14,8 @@ from transformers.cache_utils import (
 
 from torch_kvq.cache.layer import KVQLayer
 from torch_kvq.cache.memory import MemoryReport, expected_parts
-from torch_kvq.integrations.transformers import KVQCache, decoder_config, head_dims
+from torch_kvq.integrations.transformers import KVQCache
+from torch_kvq.integrations.transformers_layout import decoder_config, head_dims
 
 _ATTENTION_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 

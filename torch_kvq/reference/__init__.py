@@ -1,6 +1,7 @@
 """The operators in plain PyTorch: what they mean, on any device, one file per operator."""
 
 from torch_kvq.reference.append import check_append, quantize_tile_
+from torch_kvq.reference.attention_mass import attention_mass
 from torch_kvq.reference.decode import check_records, dequantize_tile
 from torch_kvq.reference.encode import key_balance, quantize_tile
 from torch_kvq.reference.far import dequantize_far, quantize_far
@@ -9,6 +10,7 @@ from torch_kvq.reference.lut_attention import lut_attention
 from torch_kvq.reference.tiered_attention import tiered_attention
 
 __all__ = [
+    "attention_mass",
     "check_append",
     "check_records",
     "dequantize_far",
