@@ -41,7 +41,7 @@ class Promotion:
         in_memory: bool = False,
         cooldown: int = 5,
         promotions: int = 8,
-        margin: float = 0.0,
+        margin: float = 1.0,
     ) -> Promotion | None:
         """Archive and promoter from the arguments of a cache.
 
