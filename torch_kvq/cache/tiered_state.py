@@ -202,8 +202,7 @@ class TieredState(PagedState):
             fresh = end - (due - quantized)
             self._write_tiles(row, near.key[:, fresh:end], near.value[:, fresh:end], quantized, due)
             near.use.sub_(_HALVED)
-            candidates = near.slots(0, self.kept).joined(near.slots(first, end))
-            self._choose(row, candidates, chosen[row] or 0, due)
+            self._choose(row, near.slots(first, end), chosen[row] or 0, due)
         self._settle()
 
     def _due(
@@ -237,11 +236,11 @@ class TieredState(PagedState):
         self._match_promoted()
 
     def _choose(
-        self, row: int, candidates: Near, chosen: int, due: int, rank: Tensor | None = None
+        self, row: int, new: Near, chosen: int, due: int, rank: Tensor | None = None
     ) -> None:
-        """Fill the kept slots of a row that has ``due`` far tokens."""
+        """Let new tokens into the kept slots of a row that has ``due`` far tokens."""
         kept, sinks = self.near(row).slots(0, self.kept), self.options.sink_tokens
-        self.median_use[row] = kept.fill(candidates, chosen, sinks, rank)
+        self.median_use[row] = kept.take(new, chosen, sinks, rank)
         self.lengths[row, 2] = due
         self._mark(row, due)
 
@@ -323,10 +322,7 @@ class TieredState(PagedState):
     def _drop_kept(self, row: int, tokens: int) -> None:
         """Empty the kept slots of tokens from this one on."""
         near = self.near(row).slots(0, self.kept)
-        lost = near.token >= tokens
-        near.token.masked_fill_(lost, -1)
-        near.use.masked_fill_(lost, -torch.inf)
-        near.returned.masked_fill_(lost, False)
+        near.clear(near.token >= tokens)
 
     def _put_back(self, row: int, key: Tensor, value: Tensor, start: int, token: int) -> None:
         """Let the tokens of a row from this one on be recent ones."""
