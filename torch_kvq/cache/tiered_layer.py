@@ -158,9 +158,15 @@ class TieredLayer(PackedLayer):
         return self.state.decode(length)
 
     def _crop(self, length: int) -> None:
+        assert self.state is not None
+        before = self.state.lengths[:, 2].tolist()
         super()._crop(length)
-        if self.promotion is not None:
-            self.promotion.crop(length)
+        if self.promotion is None:
+            return
+        self.promotion.crop(length)
+        for row, far in enumerate(self.state.lengths[:, 2].tolist()):
+            if far < before[row]:
+                self.promotion.restore(self.state, row)
 
     def _select(self, rows: list[int]) -> None:
         super()._select(rows)

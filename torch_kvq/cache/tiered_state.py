@@ -235,6 +235,26 @@ class TieredState(TieredBuffers):
             self._mark(row, whole)
         self._settle()
 
+    def recent(self, row: int) -> tuple[int, int]:
+        """Position of the first recent token of a row, and how many there are."""
+        start, length, quantized = self.lengths[row].tolist()
+        first = min(self._recent(start, quantized), length)
+        return first, length - first
+
+    def put_exact(self, row: int, key: Tensor, value: Tensor, found: Tensor) -> None:
+        """Overwrite the recent tokens of a row.
+
+        Args:
+            row: of the batch.
+            key: ``[kv_heads, tokens, key_dim]``, all of them.
+            value: ``[kv_heads, tokens, value_dim]``.
+            found: bool ``[kv_heads, tokens]``; the others stay as they are.
+        """
+        first = self.kept + self.recent(row)[0] - self.first
+        for slots, exact in ((self.near_key, key), (self.near_value, value)):
+            held = slots[row, :, first : first + found.shape[1]]
+            held.copy_(torch.where(found.unsqueeze(2).to(held.device), exact.to(held.device), held))
+
     def _drop_kept(self, row: int, tokens: int) -> None:
         """Empty the kept slots of tokens from this one on."""
         near = self.near(row).slots(0, self.kept)
