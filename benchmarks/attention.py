@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 import torch_kvq
-from tests.cases import Case, State, make_query, make_state, make_tokens
+from tests.cases import Case, State, append_steps, empty_state, make_query, make_state, make_tokens
 from tests.ops.compare import BUDGET, head_error
 from torch_kvq import formats, reference
 from torch_kvq._memory import empty_buffer
 
-from . import environment, timing, yardstick
-from .registry import PLAIN_KERNEL, YARDSTICK, Baseline, available_baselines
+from . import adaptq, environment, timing, yardstick
+from .registry import PLAIN_KERNEL, YARDSTICK, Baseline, available_baselines, sdpa
 from .report import Check, Column, Report, Table
 from .timing import Contestant, Timing
 
@@ -75,6 +75,12 @@ SHAPES = (
     Shape(4, 4, 128, 32768),
 )
 
+PEER_SHAPE = Shape(4, 4, 128, 4096)
+"""Where AdapTQ is timed: that of its authors."""
+
+PEER_TOLERANCE = {"its own decoded tokens": 1e-3, "exact attention, keys centred": 0.6}
+"""Relative error of AdapTQ's worst head; its 4-bit codes are a quarter of a vector's norm off."""
+
 COLUMNS = [
     Column("name", "attention"),
     Column("median", "median us", ".0f"),
@@ -97,14 +103,19 @@ class Entry:
 def run(quick: bool = False) -> Report:
     """Check, then time, every contestant on every shape."""
     torch.set_num_threads(1)
-    shapes = SHAPES[:2] if quick else SHAPES
-    checks = [check for shape in shapes for check in gate(shape)]
+    shapes = (SHAPES[0], PEER_SHAPE) if quick else SHAPES
+    checks = [check for shape in shapes for check in gate(shape)] + peer_gate()
     repeats = 5 if quick else 30
     tables: list[Table] = []
     if all(check.passed for check in checks):
         bandwidth = timing.read_bandwidth()
         tables = [measure(shape, bandwidth, repeats) for shape in shapes]
-        tables += [_summary(shapes, tables), _memory(bandwidth)]
+        peer_table = tables[shapes.index(PEER_SHAPE)]
+        tables += [
+            _summary(shapes, tables),
+            _memory(bandwidth),
+            *against_peers(peer_table, repeats),
+        ]
         tables.append(_scaling_table([row for shape in shapes for row in scaling(shape, repeats)]))
     settings = {
         "data": "random keys with uneven channels, scores with a standard deviation of "
@@ -112,6 +123,7 @@ def run(quick: bool = False) -> Report:
         "shapes": "query heads / KV heads / head dim, one row, one query",
         "repeats": f"{repeats}, interleaved, each on another copy of the data",
         PLAIN_KERNEL: yardstick.missing() or "float16 keys and values, compiled for this machine",
+        adaptq.NAME: adaptq.describe(),
     }
     return Report("attention", environment.describe(), settings, worst(checks), tables)
 
@@ -140,6 +152,27 @@ def gate(shape: Shape) -> list[Check]:
             name = f"lut_attention {bits} bits, exact, {max(THREADS)} threads"
             checks.append(Check(name, head_error(out, wanted), BUDGET["exact"]))
     return checks
+
+
+def peer_gate() -> list[Check]:
+    """Errors of AdapTQ: against attention to the tokens that it holds, and to the true ones."""
+    if adaptq.missing():
+        return []
+    query, key, value = _peer_inputs(centred=True)
+    cache = adaptq.Cache(key, value)
+    out = cache.attend(query)
+    wanted = (sdpa(query, cache.decoded(key), cache.decoded(value)), sdpa(query, key, value))
+    return [
+        Check(f"{adaptq.NAME}, against {name}", head_error(out, exact), limit)
+        for (name, limit), exact in zip(PEER_TOLERANCE.items(), wanted, strict=True)
+    ]
+
+
+def _peer_inputs(centred: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, keys and values; without what all keys have in common, attention is the same."""
+    case = PEER_SHAPE.case()
+    key, value = make_tokens(case)
+    return make_query(case), key - key.mean(2, keepdim=True) if centred else key, value
 
 
 def worst(checks: list[Check]) -> list[Check]:
@@ -177,7 +210,7 @@ def lut_attention(query: Tensor, state: State, bits: int, precision: str) -> Ten
 
 def measure(shape: Shape, bandwidth: float, repeats: int) -> Table:
     """Time all contestants on a shape."""
-    entries = [*baselines(shape), *packed(shape)]
+    entries = [*baselines(shape), *packed(shape), *peers(shape)]
     times = timing.interleaved([entry.contestant for entry in entries], repeats)
     yardstick = times[YARDSTICK].median
     rows = [
@@ -217,6 +250,69 @@ def packed(shape: Shape) -> list[Entry]:
             capability = None if tier == "reference" else tier
             entries.append(Entry(Contestant(name, calls, capability), size))
     return entries
+
+
+def peers(shape: Shape) -> list[Entry]:
+    """AdapTQ, where it is installed, at its shape."""
+    if shape != PEER_SHAPE or adaptq.missing():
+        return []
+    query, key, value = _peer_inputs()
+    size = adaptq.Cache(key, value).bytes
+    copies = timing.cold_copies(partial(adaptq.Cache, key, value), size)
+    calls = [partial(copy.attend, query) for copy in copies]
+    return [Entry(Contestant(adaptq.NAME, calls), size)]
+
+
+def against_peers(table: Table, repeats: int) -> list[Table]:
+    """AdapTQ and the kernels: how fast with cold data, from a table, and warm, and how close."""
+    if adaptq.missing():
+        return []
+    cold = {row["name"]: row["median"] for row in table.rows}
+    contestants = _peer_contestants()
+    warm = timing.interleaved(contestants, repeats)
+    errors, centred = _peer_errors(contestants), _peer_errors(_peer_contestants(True), True)
+    columns = [
+        Column("name", "attention"),
+        Column("cold", "median us", ".0f"),
+        Column("cold_speedup", "x of AdapTQ", ".2f"),
+        Column("warm", "data warm, us", ".0f"),
+        Column("warm_speedup", "x of AdapTQ", ".2f"),
+        Column("error", "error", ".3f"),
+        Column("centred", "error, keys centred", ".3f"),
+    ]
+    rows = [
+        {
+            "name": name,
+            "cold": cold[name],
+            "cold_speedup": cold[adaptq.NAME] / cold[name],
+            "warm": time.median,
+            "warm_speedup": warm[adaptq.NAME].median / time.median,
+            "error": errors[name],
+            "centred": centred[name],
+        }
+        for name, time in warm.items()
+    ]
+    return [Table("adaptq", f"Against AdapTQ, {PEER_SHAPE}", columns, rows, is_speed=True)]
+
+
+def _peer_contestants(centred: bool = False) -> list[Contestant]:
+    """AdapTQ and the kernels of the same bits, each on one copy of the data."""
+    query, key, value = _peer_inputs(centred)
+    found = [Contestant(adaptq.NAME, [partial(adaptq.Cache(key, value).attend, query)])]
+    case = PEER_SHAPE.case(adaptq.BITS)
+    state = empty_state(case)
+    append_steps(case, state, torch.ops.kvq.quantize_tile_, key, value)
+    state = _pooled(state)
+    for tier, precision in variants(with_scalar=False):
+        call = partial(lut_attention, query, state, adaptq.BITS, precision)
+        found.append(Contestant(variant_name(adaptq.BITS, precision, tier), [call], tier))
+    return found
+
+
+def _peer_errors(contestants: list[Contestant], centred: bool = False) -> dict[str, float]:
+    """Relative errors of the worst head against attention to the exact tokens."""
+    exact = sdpa(*_peer_inputs(centred))
+    return {item.name: head_error(item.result(), exact) for item in contestants}
 
 
 def _pooled(state: State) -> State:

@@ -13,9 +13,9 @@ import torch
 import torch_kvq
 
 ROOT = Path(__file__).parent.parent
-PEERS = ("optimum-quanto", "hqq", "llama-cpp-python", "vllm")
-"""Packages with packed caches of their own. Decoding takes the first two where they are installed;
-the recipes that stand for others need none."""
+PEERS = ("optimum-quanto", "hqq", "llama-cpp-python", "adaptq", "vllm")
+"""Packages with packed caches of their own. All but vLLM take part where they are installed; the
+recipes that stand for others need none."""
 
 _CPU = Path("/sys/devices/system/cpu/cpu0")
 
@@ -32,9 +32,9 @@ def describe() -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "Python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": _version("transformers"),
+        "transformers": version("transformers"),
         "torch_kvq": f"{torch_kvq.__version__}, commit {commit()}",
-        "peers as packages": ", ".join(f"{name} {_version(name)}" for name in PEERS),
+        "peers as packages": ", ".join(f"{name} {version(name)}" for name in PEERS),
     }
 
 
@@ -80,7 +80,8 @@ def _git(*arguments: str) -> str | None:
     return result.stdout.strip()
 
 
-def _version(package: str) -> str:
+def version(package: str) -> str:
+    """The installed version of a package, or that it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from . import llama_cpp
 from .needle import DEPTHS
 from .recipes import SAME
 from .report import RESULTS, Report, Table
@@ -28,6 +29,8 @@ def speed() -> Any:
     """Tokens per second against the context, the quartiles as bars."""
     figure, axes = _figure()
     for name, rows in _by_name(_table("generate", "decoding")).items():
+        if name.startswith(llama_cpp.NAME):
+            continue  # with other weights
         rates = [1e3 / row["median"] for row in rows]
         half = [
             rate * row["iqr"] / row["median"] / 2 for rate, row in zip(rates, rows, strict=True)

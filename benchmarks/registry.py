@@ -19,8 +19,10 @@ BENCHMARKS: dict[str, str] = {
     "attention": "one attention call over packed tokens against PyTorch's",
     "tiers": "one attention call over exact near and compressed far tokens",
     "encode": "storing tokens: appended one by one, and as a prompt",
+    "loop": "what a decoding step costs beside its arithmetic, eager and compiled",
     "memory": "what a process grows by against what the cache reports",
     "generate": "decoding with a real model against Transformers' DynamicCache",
+    "weights": "decoding with int8 weights, compiled",
 }
 """A module of this package for each, with a function ``run``, and what it measures, in order."""
 

@@ -207,7 +207,9 @@ def _block(reference: str) -> str:
     report = Report.load(RESULTS / f"{benchmark}.json")
     tables = {table.name: table for table in (report.facts(), report.check_table(), *report.shown)}
     if name not in tables:
-        raise ValueError(f"{benchmark}.json has no table {name!r}, only {', '.join(tables)}")
+        text = f"{benchmark}.json has no table {name!r}, only {', '.join(tables)}"
+        print(text, file=sys.stderr)
+        return f"Not measured: {text}.\n"
     return markdown(tables[name])
 
 

@@ -83,9 +83,11 @@ class Tiers:
         return [partial(attend, self.query, *copy, **self.options) for copy in copies]
 
     def _copy(self) -> TieredState:
-        tiles = self.state.tiles
-        copy = empty_buffer(tiles.shape, tiles).copy_(tiles)
-        return self.state.clone()._replace(tiles=copy)
+        """What is large lies in huge pages, if there are any, as in a cache."""
+        large = ("near_key", "near_value", "tiles")
+        copies = {name: getattr(self.state, name) for name in large}
+        copies = {name: empty_buffer(x.shape, x).copy_(x) for name, x in copies.items()}
+        return self.state.clone()._replace(**copies)
 
 
 def run(quick: bool = False) -> Report:

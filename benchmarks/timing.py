@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -66,12 +66,20 @@ class Contestant:
             first: number of the first call; each has its turn on the copies of the data.
             calls: calls to take the mean of.
         """
-        name = self.capability
-        with torch_kvq.cpu_capability(name) if name else contextlib.nullcontext():
+        with self._capability():
             start = time.perf_counter()
             for call in range(first, first + calls):
                 self.calls[call % len(self.calls)]()
             return (time.perf_counter() - start) / calls
+
+    def result(self) -> Any:
+        """What the first call gives."""
+        with self._capability():
+            return self.calls[0]()
+
+    def _capability(self) -> contextlib.AbstractContextManager[Any]:
+        name = self.capability
+        return torch_kvq.cpu_capability(name) if name else contextlib.nullcontext()
 
 
 def interleaved(contestants: Sequence[Contestant], repeats: int) -> dict[str, Timing]:

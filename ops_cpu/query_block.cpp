@@ -158,6 +158,8 @@ void QueryBlock::add_mask(int r, int64_t position, int count, float* logits) con
                      query_of(r) * c_.mask_stride[2] + position;
   if (c_.mask_type == MaskType::kBool) {
     const auto* mask = static_cast<const uint8_t*>(c_.mask) + at;
+    // Most tiles of a decoding step are attended throughout.
+    if (!std::memchr(mask, 0, count)) return;
     for (int t = 0; t < count; ++t)
       if (!mask[t]) logits[t] = kNegativeInfinity;
     return;

@@ -12,3 +12,6 @@
 #define KVQ_TARGET_BEGIN(T) _Pragma("GCC push_options") _Pragma(KVQ_STRING(GCC target(T)))
 #define KVQ_TARGET_END _Pragma("GCC pop_options")
 #endif
+
+// For what the compiler's limits would leave as calls in the innermost loops, lambdas among them.
+#define KVQ_ALWAYS_INLINE __attribute__((always_inline))

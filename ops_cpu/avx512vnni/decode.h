@@ -30,6 +30,7 @@ struct Decoder;
 
 template <int kOffset>
 struct Decoder<4, kOffset> {
+  static constexpr int kBits = 4;
   static constexpr int kUnits = 2;
   __m512i table, mask;
 
@@ -46,6 +47,7 @@ struct Decoder<4, kOffset> {
 
 template <int kOffset>
 struct Decoder<2, kOffset> {
+  static constexpr int kBits = 2;
   static constexpr int kUnits = 4;
   // A nibble holds two codes: one table reads its low pair of bits, one its high pair.
   __m512i low, high, mask;
@@ -68,6 +70,7 @@ struct Decoder<2, kOffset> {
 
 template <int kOffset>
 struct Decoder<3, kOffset> {
+  static constexpr int kBits = 3;
   static constexpr int kUnits = 4;
   __m512i table, mask;
 

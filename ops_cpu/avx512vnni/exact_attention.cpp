@@ -1,6 +1,8 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+#include <algorithm>
+
 #include "ops_cpu/exp2.h"
 #include "ops_cpu/kernels.h"
 #include "ops_cpu/region.h"
@@ -11,19 +13,11 @@ KVQ_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx2,
 namespace kvq::avx512vnni {
 namespace {
 
-// Lane sums of four tokens with one query row, as four scores.
-inline __m128 fold4(const __m512* sums) {
-  __m256 four[2];
-  for (int i = 0; i < 2; ++i) {
-    const __m256 a = fold8(sums[2 * i]), b = fold8(sums[2 * i + 1]);
-    four[i] = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
-  }
-  // four[0] holds tokens 0 | 1 and four[1] tokens 2 | 3, four lanes each.
-  const __m256 two = _mm256_add_ps(_mm256_shuffle_ps(four[0], four[1], 0x44),
-                                   _mm256_shuffle_ps(four[0], four[1], 0xEE));
-  const __m256 one = _mm256_add_ps(two, _mm256_permute_ps(two, 0xB1));
-  const __m128 even = _mm256_castps256_ps128(one), odd = _mm256_extractf128_ps(one, 1);
-  return _mm_unpacklo_ps(_mm_shuffle_ps(even, even, 0x08), _mm_shuffle_ps(odd, odd, 0x08));
+// How far in front of a key others are prefetched; those behind the last begin the next call's.
+constexpr int64_t kBytesAhead = 2048;
+
+inline void prefetch_token(const uint8_t* p, int64_t bytes) {
+  for (int64_t b = 0; b < bytes; b += 64) prefetch(p + b);
 }
 
 // Scores of four tokens with some rows: each register of keys is converted once for all of them.
@@ -55,13 +49,17 @@ void score_exact_as(const void* keys, int64_t stride, int tokens, int dim, const
                     int rows, const uint8_t* values, int64_t value_step, int value_bytes,
                     float* scores) {
   constexpr int kTokens = 4;
+  const auto* first = static_cast<const uint8_t*>(keys);
+  const int64_t key_step = stride * size_of(kType), key_bytes = dim * size_of(kType);
+  const int ahead = static_cast<int>(std::max<int64_t>(kBytesAhead / key_bytes, kTokens));
   for (int t = 0; t < tokens; t += kTokens) {
-    for (int i = t; i < t + kTokens && i < tokens; ++i)
-      for (int b = 0; b < value_bytes; b += 64) prefetch(values + i * value_step + b);
+    for (int i = t; i < t + kTokens && i < tokens; ++i) {
+      prefetch_token(first + (i + ahead) * key_step, key_bytes);
+      prefetch_token(values + i * value_step, value_bytes);
+    }
     const uint8_t* key[kTokens];
     for (int i = 0; i < kTokens; ++i)
-      key[i] = static_cast<const uint8_t*>(keys) +
-               (t + i < tokens ? t + i : tokens - 1) * stride * size_of(kType);
+      key[i] = first + (t + i < tokens ? t + i : tokens - 1) * key_step;
     for (int r = 0; r < rows; r += 4) {
       const auto score = rows - r == 1   ? score_four<kType, 1>
                          : rows - r == 2 ? score_four<kType, 2>

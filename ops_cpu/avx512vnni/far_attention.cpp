@@ -251,8 +251,8 @@ int select(const float* scores, int64_t stride, int tiles, int wanted, float flo
     uint64_t tokens = 0;
     for (int i = 0; i < 4; ++i) {
       const __m512 x = _mm512_loadu_ps(scores + tile * stride + 16 * i);
-      const __mmask16 found =
-          _mm512_mask_cmp_ps_mask(_mm512_cmp_ps_mask(x, bound, _CMP_GE_OQ), x, above, _CMP_GT_OQ);
+      const unsigned found =
+          _mm512_cmp_ps_mask(x, bound, _CMP_GE_OQ) & _mm512_cmp_ps_mask(x, above, _CMP_GT_OQ);
       tokens |= static_cast<uint64_t>(found) << 16 * i;
     }
     for (; tokens; tokens &= tokens - 1)

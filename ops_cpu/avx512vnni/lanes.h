@@ -31,20 +31,32 @@ inline float fold(__m512 v) {
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
 
+// Four times sixteen lanes folded 8, 4, 2 and 1 apart.
+inline __m128 fold4(const __m512* sums) {
+  __m256 four[2];
+  for (int i = 0; i < 2; ++i) {
+    const __m256 a = fold8(sums[2 * i]), b = fold8(sums[2 * i + 1]);
+    four[i] = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+  }
+  // four[0] holds sums 0 | 1 and four[1] sums 2 | 3, four lanes each.
+  const __m256 two = _mm256_add_ps(_mm256_shuffle_ps(four[0], four[1], 0x44),
+                                   _mm256_shuffle_ps(four[0], four[1], 0xEE));
+  const __m256 one = _mm256_add_ps(two, _mm256_permute_ps(two, 0xB1));
+  const __m128 even = _mm256_castps256_ps128(one), odd = _mm256_extractf128_ps(one, 1);
+  return _mm_unpacklo_ps(_mm_shuffle_ps(even, even, 0x08), _mm_shuffle_ps(odd, odd, 0x08));
+}
+
 inline __m512 exp2_nonpositive16(__m512 x) {
   const __mmask16 normal = _mm512_cmp_ps_mask(x, _mm512_set1_ps(kExp2Lowest), _CMP_NLT_UQ);
-  const __m512 clamped = _mm512_max_ps(_mm512_set1_ps(kExp2Lowest), x);
-  const __m512 whole = _mm512_roundscale_ps(clamped, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-  const __m512 r = _mm512_sub_ps(clamped, whole);
+  const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  const __m512 r = _mm512_sub_ps(x, whole);
   __m512 p = _mm512_set1_ps(kExp2[5]);
   for (int i = 4; i >= 0; --i) p = _mm512_add_ps(_mm512_mul_ps(p, r), _mm512_set1_ps(kExp2[i]));
-  const __m512i exponent = _mm512_slli_epi32(_mm512_cvtps_epi32(whole), 23);
-  return _mm512_maskz_mov_ps(
-      normal, _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), exponent)));
+  return _mm512_maskz_scalef_ps(normal, p, whole);
 }
 
 inline void prefetch(const uint8_t* p) {
-  _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1);
+  _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_NTA);
 }
 
 }  // namespace

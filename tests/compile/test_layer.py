@@ -116,13 +116,14 @@ def test_chunks(options: dict[str, int]) -> None:
     torch.testing.assert_close(outputs(compiled, steps), outputs(plain, steps), rtol=0, atol=0)
 
 
-def test_row_that_begins_with_a_later_chunk() -> None:
+@KINDS
+def test_row_that_begins_with_a_later_chunk(options: dict[str, int]) -> None:
     """Until then its keys are kept back, in memory that the graph would use again."""
     steps = (40, 60, 1, 200, 1, 1)
     position = torch.arange(sum(steps))
     start = torch.tensor([50, 0])[:, None, None, None]
     mask = (position <= torch.arange(sum(steps))[:, None]) & (position >= start)
-    plain, attention = make_attention(), make_attention()
+    plain, attention = make_attention(**options), make_attention(**options)
     compiled = Compiled(attention, "inductor")
     torch.testing.assert_close(
         outputs(compiled, steps, mask), outputs(plain, steps, mask), rtol=1e-4, atol=1e-5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,20 @@ def test_inductor(options: dict[str, int]) -> None:
         tokens = decode(step, make_cache(layers=2, **FEW, **options), 100, input_ids=IDS)
         assert torch.equal(tokens, wanted)
     assert forward.graphs <= 2
+
+
+@pytest.mark.parametrize("options", [{"max_cache_len": 256}, {}], ids=["static", "growing"])
+def test_frozen_weights(options: dict[str, int]) -> None:
+    """Inductor moves more of a step than without: positions are those before the token."""
+    frozen = torch.compile(model().forward, fullgraph=True, options={"freezing": True})
+    logits = []
+    for forward in (model().forward, frozen):
+        cache = make_cache(**options)
+        with torch.no_grad():
+            model()(input_ids=IDS, past_key_values=cache)
+            step = [forward(input_ids=IDS[:, :1], past_key_values=cache).logits for _ in range(3)]
+        logits.append(torch.cat(step))
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)
 
 
 def test_growing_cache_lasts_a_thousand_steps() -> None:
@@ -179,3 +194,14 @@ def test_tiers_are_two_graphs(options: dict[str, Any]) -> None:
         assert torch.equal(decode(forward, cache, 200, input_ids=IDS), wanted)
         assert forward.graphs == 2
         assert cache.materialized == 0 and cache.layers[1].state.lengths[0, 2] > 128
+
+
+def test_recipe_of_int8_weights() -> None:
+    """It runs; how far its predictions are off is the benchmark's check."""
+    pytest.importorskip("torchao", reason="the recipe needs torchao")
+    text = (Path(__file__).parents[2] / "docs" / "performance.md").read_text()
+    (recipe,) = [part for part in re.findall(r"```python\n(.*?)```", text, re.S) if "step(" in part]
+    names = {"torch": torch, "KVQCache": KVQCache, "model": deepcopy(model()), "input_ids": IDS}
+    exec(recipe, names)
+    assert names["cache"].get_seq_length() == PROMPT + 20
+    assert names["cache"].materialized == 0

@@ -14,7 +14,6 @@ from torch_kvq.cache.handle import KVQHandle
 from torch_kvq.cache.options import RowOptions
 from torch_kvq.cache.padding import left_padding
 from torch_kvq.cache.protocol import CacheLayer
-from torch_kvq.formats import TILE_TOKENS
 
 _log = logging.getLogger("torch_kvq")
 
@@ -34,7 +33,6 @@ class PackedLayer(CacheLayer):
         super().__init__(options)
         self.materialized = 0
         self.said: set[str] = set()
-        self._unpacked = False  # a long update waits for its attention before it is packed
         self.ticket = opaque.enroll(self) if options.max_cache_len is None else None
 
     def _read(self, query: Tensor, attn_mask: Tensor | None, options: dict[str, Any]) -> Tensor:
@@ -78,16 +76,15 @@ class PackedLayer(CacheLayer):
         if self._home is not None:
             self.prefetch()
         state = self.state
-        if state is None or not state.placed:
-            return self._update_first(key, value)
         try:
+            if state is None or not state.knows_padding(key.shape[2]):
+                return self._update_first(key, value)
             if key.requires_grad or value.requires_grad:
                 key, value = self._detached(key, value)
             if key.shape[2] == 1:
                 state.append(key, value)
             else:
-                state.append_exact(key, value)
-                self._unpacked = key.shape[2] >= TILE_TOKENS
+                self._append_chunk(key, value)
         except (AttributeError, RuntimeError, TypeError, ValueError):
             self._check_new(key, value)
             raise
@@ -111,13 +108,13 @@ class PackedLayer(CacheLayer):
         )
 
     def _update_first(self, key: Tensor, value: Tensor) -> tuple[KVQHandle, KVQHandle]:
-        """Update while a row is still without its first token: attention shows where it is."""
+        """Update while a row may be without its first token: attention shows where it is."""
         self._check_new(key, value)
         self.flush()
         if self.state is None or self._holds() != _kind(key, value):
             self.lazy_initialization(key, value)
         assert self.state is not None
-        if self.state.placed:
+        if self.state.knows_padding(key.shape[2]):
             return self.update(key, value)
         self.state.check_room(key.shape[2])
         self._pending = self._detached(key, value)
@@ -158,7 +155,7 @@ class PackedLayer(CacheLayer):
         if self.observes and self.state.is_empty:
             self._observe(query.detach(), attn_mask, options)
         queries = query.shape[2]
-        before = 0 if self.state.is_empty else self.state.positions
+        before = self.state.columns_before
         self.flush(left_padding(attn_mask, queries, before, self._kept_back))
 
     def attend(

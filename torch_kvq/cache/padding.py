@@ -14,7 +14,9 @@ def attended(attn_mask: Tensor) -> Tensor:
     return attn_mask if attn_mask.dtype == torch.bool else attn_mask > MASKED_BELOW
 
 
-def left_padding(attn_mask: Tensor | None, queries: int, before: int, tokens: int) -> Tensor | None:
+def left_padding(
+    attn_mask: Tensor | None, queries: int, before: int | Tensor, tokens: int
+) -> Tensor | None:
     """Count the first new tokens of every row that are left padding.
 
     That is a new token which is not attended by the last query, nor by its own: the first alone
@@ -24,7 +26,8 @@ def left_padding(attn_mask: Tensor | None, queries: int, before: int, tokens: in
         attn_mask: bool or additive ``[batch or 1, heads or 1, queries or 1, columns]``; columns
             are positions.
         queries: queries of the attention call, the last of which belongs to the last new token.
-        before: positions before the new tokens.
+        before: positions before the new tokens; as a tensor it is not read, and columns that are
+            missing are PyTorch's error.
         tokens: new tokens.
 
     Returns:
@@ -40,8 +43,12 @@ def left_padding(attn_mask: Tensor | None, queries: int, before: int, tokens: in
     """
     if attn_mask is None:
         return None
-    _checks.check_columns(attn_mask, before + tokens)
-    new = attn_mask[..., before : before + tokens]
+    if isinstance(before, Tensor):
+        columns = before + torch.arange(tokens, device=attn_mask.device)
+        new = attn_mask.index_select(-1, columns)
+    else:
+        _checks.check_columns(attn_mask, before + tokens)
+        new = attn_mask[..., before : before + tokens]
     seen = attended(new[:, :, -1])
     if new.shape[2] > 1:
         seen = seen | _by_own_query(new, min(queries, tokens))

@@ -118,9 +118,18 @@ class PagedState:
         return self.length
 
     @property
+    def columns_before(self) -> int | Tensor:
+        """Columns of an attention mask before those of the next tokens."""
+        return self.length
+
+    @property
     def visible_length(self) -> int:
         """Columns of an attention mask."""
         return self.length
+
+    def knows_padding(self, tokens: int) -> bool:
+        """Whether so many tokens can be stored without a look at their mask."""
+        return self.placed
 
     def check_room(self, tokens: int) -> None:
         """Raise IndexError when ``tokens`` more positions cannot be held."""

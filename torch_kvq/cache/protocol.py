@@ -13,6 +13,7 @@ from torch_kvq.cache.opaque import outside_graphs
 from torch_kvq.cache.options import RowOptions
 from torch_kvq.cache.paged import PagedState
 from torch_kvq.cache.static import StaticState
+from torch_kvq.formats import TILE_TOKENS
 
 _L = TypeVar("_L", bound="CacheLayer")
 
@@ -35,6 +36,7 @@ class CacheLayer:
         self.options = options
         self.state: PagedState | None = None
         self._pending: tuple[Tensor, Tensor] | None = None
+        self._unpacked = False  # a long update waits for its attention before it is packed
         self._length = 0  # positions of a layer that grows, with those kept back
         self._value_dim = 0
         self._home: torch.device | None = None  # where offloaded tensors belong
@@ -123,7 +125,16 @@ class CacheLayer:
     def _store(self, key: Tensor, value: Tensor) -> None:
         """Let the state have the first tokens of some rows."""
         assert self.state is not None
-        self.state.append(key, value)
+        if self.state.is_empty or key.shape[2] == 1:
+            self.state.append(key, value)
+        else:
+            self._append_chunk(key, value)
+
+    def _append_chunk(self, key: Tensor, value: Tensor) -> None:
+        """Append tokens of which every query is to have its own exact window."""
+        assert self.state is not None
+        self.state.append_exact(key, value)
+        self._unpacked = key.shape[2] >= TILE_TOKENS
 
     @_eager
     def crop(self, tokens: int) -> None:
@@ -220,7 +231,8 @@ class CacheLayer:
             return self.visible_length
         if self.state is None:
             return 0
-        length = self.state.lengths[0, 1]
+        assert isinstance(self.state, StaticState)
+        length = self.state.length_tensor
         return length if self._pending is None else length + self._kept_back
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

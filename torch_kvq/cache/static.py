@@ -11,6 +11,12 @@ from torch_kvq.cache.room import pages_of
 from torch_kvq.cache.state import LayerState, quantize_tile_
 from torch_kvq.formats import TILE_TOKENS
 
+# An operator, because inductor 2.13 may otherwise read lengths after they were advanced.
+_library = torch.library.Library("kvq", "FRAGMENT")
+_library.define("_length(Tensor lengths) -> Tensor")
+_library.impl("_length", lambda lengths: lengths[0, 1].clone(), "CompositeExplicitAutograd")
+torch.library.register_fake("kvq::_length", lambda lengths: lengths.new_empty(()), lib=_library)
+
 
 class StaticState(LayerState):
     """State of a layer that is allocated at once.
@@ -37,9 +43,32 @@ class StaticState(LayerState):
         return int(self.lengths[0, 1])
 
     @property
+    def length_tensor(self) -> Tensor:
+        """Positions seen, as a tensor without dimensions that is not read."""
+        if torch.compiler.is_compiling():
+            length: Tensor = torch.ops.kvq._length.default(self.lengths)
+            return length
+        return self.lengths[0, 1]
+
+    @property
+    def columns_before(self) -> int | Tensor:
+        """Columns of an attention mask before those of the next tokens."""
+        return 0 if self.is_empty else self.length_tensor
+
+    @property
     def visible_length(self) -> int:
         """Columns of an attention mask: one for every position that there is room for."""
         return self._capacity
+
+    def knows_padding(self, tokens: int) -> bool:
+        """Whether so many tokens can be stored without a look at their mask.
+
+        A graph does not know whether every row has its first token. It looks whenever tokens come
+        as a chunk, and takes a single one to follow others.
+        """
+        if torch.compiler.is_compiling():
+            return tokens == 1 and not self.is_empty
+        return self.placed
 
     def check_room(self, tokens: int) -> None:
         """Raise IndexError when ``tokens`` more positions exceed ``max_cache_len``."""
@@ -62,7 +91,10 @@ class StaticState(LayerState):
     def _append(self, key: Tensor, value: Tensor, residual_length: int) -> None:
         self.check_room(key.shape[2])
         quantize_tile_(*self.tensors, key, value, *self._rule_with(residual_length))
-        if not self.placed or self.is_empty:
+        if torch.compiler.is_compiling():
+            if self.is_empty:
+                self.is_empty = False
+        elif not self.placed or self.is_empty:
             self._settle()
 
     @normal_tensors
@@ -80,9 +112,6 @@ class StaticState(LayerState):
         return old.copy_(new) if old.shape == new.shape else new
 
     def _settle(self) -> None:
-        if torch.compiler.is_compiling():
-            self.is_empty, self.placed = False, True
-            return
         rows = self.lengths.tolist()
         self._note(rows)
         for row, (_, _, quantized) in enumerate(rows):

@@ -135,8 +135,7 @@ class TieredLayer(PackedLayer):
         if self.state.is_empty:
             self.state.append_prompt(key, value, *(self._seen or ()))
         else:
-            self.state.append_exact(key, value)
-            self._unpacked = True
+            super()._store(key, value)
         self._seen = None
 
     def _read(self, query: Tensor, attn_mask: Tensor | None, options: dict[str, Any]) -> Tensor:

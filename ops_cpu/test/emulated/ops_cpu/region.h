@@ -4,3 +4,4 @@
 
 #define KVQ_TARGET_BEGIN(T)
 #define KVQ_TARGET_END
+#define KVQ_ALWAYS_INLINE
