@@ -95,9 +95,11 @@ bool Archive::append(int64_t number, const ArchiveShape& shape, int64_t batch, c
                      const NewTokens& value, int64_t tokens) {
   PageStore::Lock lock = store_->lock();
   if (store_->failed()) return false;
+  if (batch == 0) return true;
   Layer& layer = layers_[number];
   if (layer.rows.empty()) {
     layer.shape = shape;
+    layer.tokens = 0;
     layer.rows.resize(static_cast<size_t>(batch));
   }
   if (!(layer.shape == shape))
@@ -154,7 +156,7 @@ void Archive::truncate(Layer& layer, int64_t tokens) {
 void Archive::reorder(int64_t number, const std::vector<int64_t>& index) {
   const PageStore::Lock lock = store_->lock();
   const auto found = layers_.find(number);
-  if (found == layers_.end()) return;
+  if (store_->failed() || found == layers_.end()) return;
   Layer& layer = found->second;
   const auto batch = static_cast<int64_t>(layer.rows.size());
   bool same = batch == static_cast<int64_t>(index.size());
@@ -215,6 +217,7 @@ std::optional<ArchiveExtent> Archive::extent(int64_t number) const {
 
 PinnedToken Archive::pin(int64_t number, int64_t row, int64_t head, int64_t token) const {
   const PageStore::Lock lock = store_->lock();
+  if (store_->failed()) return {};
   const Layer& layer = find(number);
   const ArchiveShape& shape = layer.shape;
   check_index("row", row, static_cast<int64_t>(layer.rows.size()));

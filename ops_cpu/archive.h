@@ -54,7 +54,8 @@ struct RowChange {
   std::vector<int64_t> index;  // row i is what row index[i] was; unless the rows were cut
 };
 
-// Calls that change a layer come from one thread at a time; any thread may read.
+// Calls that change a layer come from one thread at a time; any thread may read. Once the store has
+// failed none has an effect.
 class Archive {
  public:
   explicit Archive(std::shared_ptr<PageStore> store) : store_(std::move(store)) {}

@@ -1,7 +1,7 @@
 #include "ops_cpu/page_store.h"
 
+#include <cstdlib>
 #include <cstring>
-#include <new>
 #include <utility>
 
 #include "ops_cpu/process.h"
@@ -33,9 +33,9 @@ PagePtr PageStore::allocate(int64_t layer, int64_t bytes) {
   auto page = std::make_shared<Page>(layer, bytes);
   page->state = Page::kLost;
   if (failed() || !make_room(layer, bytes)) return page;
-  try {
-    page->memory = std::shared_ptr<uint8_t[]>(new uint8_t[bytes]());
-  } catch (const std::bad_alloc&) {
+  // Zero, but touched only as tokens come: a step of decoding does not pay for a whole page.
+  page->memory.reset(static_cast<uint8_t*>(std::calloc(static_cast<size_t>(bytes), 1)), std::free);
+  if (!page->memory) {
     fail("no memory for a page of " + std::to_string(bytes) + " bytes");
     return page;
   }

@@ -20,7 +20,7 @@ void in_child() {
   fork_mutex().unlock();
 }
 
-const int registered = pthread_atfork(before_fork, in_parent, in_child);
+[[maybe_unused]] const int registered = pthread_atfork(before_fork, in_parent, in_child);
 #endif
 
 }  // namespace

@@ -212,13 +212,41 @@ void test_promoter(bool in_file) {
       archive->crop(0, 290);
       rows.crop(290);
     }
-    if (step % 100 == 99) promoter->wait();
+    if (step % 4 == 3) promoter->wait();
   }
   stop = true;
   reader.join();
   expect(collected > 100, what + ", more than a hundred of them");
   promoter.reset();
   expect(rows.check(*archive, 0, what) == rows.count(), what);
+}
+
+// One thread appends and submits while another collects.
+void test_two_callers() {
+  const auto archive = make_archive(true);
+  Promoter promoter(archive, {0, 8, 3, 0.0f}, false);
+  Rows rows(1);
+  rows.append(*archive, 0, 200);
+  std::atomic<bool> stop{false};
+  bool right = true;
+  const std::vector<int> first = rows.rows[0];
+  std::thread collector([&] {
+    while (!stop)
+      for (const ReadyToken& ready : promoter.collect(0)) {
+        const Promotion& p = *ready.promotion;
+        right &= Rows::holds(p.data.data(), first[p.token], p.head);
+      }
+  });
+  const float near_score[2] = {-5, -5}, score[4] = {0, -1, -2, -3};
+  for (int step = 0; step < 300; ++step) {
+    const int32_t index[4] = {step % 200, (step * 7) % 200, (step * 3) % 200, step % 20};
+    promoter.submit(0, {index, score, near_score, nullptr, 1, 2, 2});
+    rows.append(*archive, 0, 1);
+  }
+  promoter.wait();
+  stop = true;
+  collector.join();
+  expect(right, "tokens collected on another thread");
 }
 
 }  // namespace
@@ -229,6 +257,7 @@ void test_archive() {
     test_budget(in_file);
     test_promoter(in_file);
   }
+  test_two_callers();
   test_failure();
   std::printf("archive      %s\n", failures ? "see above" : "holds what was appended");
 }
