@@ -91,9 +91,20 @@ def test_tokens_count_once_while_some_come_back(promote: Any) -> None:
             layer.reorder_cache(torch.tensor([1, 0]))
             data, start = data[:, [1, 0]], start[::-1]
         if number % 10 == 0:
-            # Tokens that come back into a cut tile are exact, the others near what they were.
-            check(layer, data[:, :, :, :length], start, is_cut=True)
+            check(layer, data[:, :, :, :length], start)
     assert cache.promoted > 20
+
+
+@pytest.mark.parametrize("length", [450, 130, 20])
+def test_a_cut_into_a_tile_brings_exact_tokens_back(length: int) -> None:
+    start, data = [0, 37], normal(2, 2, HEADS, 600, DIM)
+    _, layer = filled(data, start)
+    _, plain = filled(data, start, promote=False, archive_in_memory=False)
+    for held, is_cut in ((layer, False), (plain, True)):
+        held.crop(length)
+        start = [min(first, length) for first in start]
+        check(held, data[:, :, :, :length], start, is_cut)
+    assert torch.equal(layer.state.lengths, plain.state.lengths)
 
 
 def test_synchronous_promotion_repeats() -> None:

@@ -11,7 +11,7 @@ from torch_kvq.formats import TILE_TOKENS
 
 
 class Near(NamedTuple):
-    """Near tokens of one row, or of one row and candidates for its slots.
+    """Near slots of one row, or tokens that may come into them.
 
     Attributes:
         key: ``[kv_heads, slots, key_dim]``.
@@ -31,52 +31,54 @@ class Near(NamedTuple):
         """A range of slots, as views."""
         return Near(*(tensor[:, first:end] for tensor in self))
 
-    def joined(self, other: Near) -> Near:
-        """These slots and, behind them, others."""
-        return Near(*(torch.cat(pair, 1) for pair in zip(self, other, strict=True)))
+    def take(self, new: Near, count: int, sink_tokens: int, rank: Tensor | None = None) -> Tensor:
+        """Keep the sinks and the first ``count`` of these tokens and of new ones, and no other.
 
-    def clear(self) -> None:
-        """Leave no token in any slot."""
-        self.token.fill_(-1)
-        self.use.fill_(-torch.inf)
-        self.returned.fill_(False)
-
-    def fill(
-        self, candidates: Near, count: int, sink_tokens: int, rank: Tensor | None = None
-    ) -> Tensor:
-        """Take the sinks and the first ``count`` of the candidates, and no other.
+        Those that stay keep their slots.
 
         Args:
-            candidates: tokens, each once; they may be views of these slots.
+            new: tokens that are not in these slots.
             count: how many beside the sinks.
             sink_tokens: first tokens of the row.
-            rank: float32 ``[kv_heads, candidates]``, the greatest first; their use when None. Of
-                equals the earlier candidate comes first.
+            rank: float32 ``[kv_heads, tokens]`` of the new ones, the greatest first; their use when
+                None. Of equals the token in the earlier slot comes first, new ones last.
 
         Returns:
             float32 ``[kv_heads]``, the median use of those taken, sinks left out; that of the first
-            candidate where none is.
+            where none is.
         """
-        is_sink = (candidates.token >= 0) & (candidates.token < sink_tokens)
-        # A token that nothing attended to still comes before an empty slot.
-        rank = candidates.use if rank is None else rank
-        rank = rank.nan_to_num(neginf=torch.finfo(torch.float32).min)
-        rank = rank.masked_fill(is_sink, torch.inf).masked_fill(candidates.token < 0, -torch.inf)
-        order = rank.sort(dim=1, descending=True, stable=True).indices
-        middle = candidates.use.gather(1, order[:, sink_tokens : sink_tokens + max(count, 1)])
-        count = min(count + sink_tokens, rank.shape[1], self.token.shape[1])
-        chosen = [_gathered(tensor, order[:, :count]) for tensor in candidates]
-        self.clear()
-        for slots, taken in zip(self, chosen, strict=True):
-            slots[:, :count] = taken
-        self.use[:, :count].masked_fill_(self.token[:, :count] < 0, -torch.inf)
+        slots = self.token.shape[1]
+        token = torch.cat((self.token, new.token), 1)
+        order = _order(
+            torch.cat((self.use, new.use if rank is None else rank), 1), token, sink_tokens
+        )
+        use = torch.cat((self.use, new.use), 1)
+        middle = use.gather(1, order[:, sink_tokens : sink_tokens + max(count, 1)])
+        stays = torch.zeros_like(token, dtype=torch.bool)
+        stays.scatter_(1, order[:, : min(count + sink_tokens, slots)], True)
+        stays &= token >= 0
+        self.clear(~stays[:, :slots])
+        free = (self.token < 0).byte().sort(dim=1, descending=True, stable=True).indices
+        enters = stays[:, slots:]
+        head, place = enters.nonzero(as_tuple=True)
+        slot = free[head, enters.cumsum(1)[head, place] - 1]
+        for mine, theirs in zip(self, new, strict=True):
+            mine[head, slot] = theirs[head, place]
         return middle.median(1).values
 
+    def clear(self, lost: Tensor) -> None:
+        """Empty the slots that a bool ``[kv_heads, slots]`` names."""
+        self.token.masked_fill_(lost, -1)
+        self.use.masked_fill_(lost, -torch.inf)
+        self.returned.masked_fill_(lost, False)
 
-def _gathered(tensor: Tensor, order: Tensor) -> Tensor:
-    if tensor.dim() == 2:
-        return tensor.gather(1, order)
-    return tensor.gather(1, order.unsqueeze(2).expand(-1, -1, tensor.shape[2]))
+
+def _order(rank: Tensor, token: Tensor, sink_tokens: int) -> Tensor:
+    """Places of tokens, sinks first, then by rank, empty slots last."""
+    # A token that nothing attended to still comes before an empty slot.
+    rank = rank.nan_to_num(neginf=torch.finfo(torch.float32).min)
+    rank = rank.masked_fill(token < sink_tokens, torch.inf).masked_fill(token < 0, -torch.inf)
+    return rank.sort(dim=1, descending=True, stable=True).indices
 
 
 def promoted_masks(index: Tensor, sink_tokens: int, quantized: int, pages: int) -> Tensor:

@@ -41,7 +41,7 @@ class Promotion:
         in_memory: bool = False,
         cooldown: int = 5,
         promotions: int = 8,
-        margin: float = 0.0,
+        margin: float = 1.0,
     ) -> Promotion | None:
         """Archive and promoter from the arguments of a cache.
 
@@ -151,6 +151,16 @@ class LayerPromotion:
     def crop(self, length: int) -> None:
         """Keep the first ``length`` positions."""
         self._archive.crop(length)
+
+    def restore(self, state: TieredState, row: int) -> None:
+        """Let the recent tokens of a row be exact that a cut has brought back from a tile."""
+        first, count = state.recent(row)
+        if not count or self.whole.archive.failed:
+            return
+        head = torch.arange(state.kv_heads, device="cpu").repeat_interleave(count)
+        token = torch.arange(first, first + count, device="cpu").repeat(state.kv_heads)
+        read = self._archive.read(torch.full_like(token, row), head, token)
+        state.put_exact(row, *(part.unflatten(0, (-1, count)) for part in read))
 
     def reorder(self, rows: list[int]) -> None:
         """Let row i become what row ``rows[i]`` is."""

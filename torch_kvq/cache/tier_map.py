@@ -45,6 +45,7 @@ class TierMap:
         """Tokens of all heads by tier.
 
         Example:
+            >>> import torch
             >>> TierMap(torch.tensor([[1, 0, 0, 2, 1]])).counts()
             {'far': 2, 'near': 2, 'came back': 1}
         """

@@ -50,9 +50,10 @@ class TieredCore(CacheCore):
         What the archive has in memory counts; what it has in a file is in ``disk_bytes``.
 
         Example:
+            >>> import torch
             >>> cache = TieredCache(promote=False)
-            >>> _ = cache.update(*torch.randn(2, 1, 8, 4096, 128), layer_idx=0)
-            >>> _ = cache.layers[0].attend(torch.randn(1, 8, 1, 128))
+            >>> _ = cache.update(*torch.randn(2, 1, 8, 4096, 128).half(), layer_idx=0)
+            >>> _ = cache.layers[0].attend(torch.randn(1, 8, 1, 128).half())
             >>> round(cache.memory_report().ratio, 1)
             2.0
         """
@@ -167,6 +168,7 @@ class TieredCache(TieredCore, PlainCache):
         skip_layers: layers that are stored without loss; here they cannot count from the last.
 
     Example:
+        >>> import torch
         >>> cache = TieredCache(promote=False)
         >>> key, value = cache.update(*torch.randn(2, 1, 8, 400, 64), layer_idx=0)
         >>> query = torch.randn(1, 8, 400, 64)
@@ -174,7 +176,7 @@ class TieredCache(TieredCore, PlainCache):
         >>> attention(query, key, value, is_causal=True).shape
         torch.Size([1, 8, 400, 64])
         >>> cache
-        TieredCache(near_ratio=0.1, far='fp8-int4', layers=1, tokens=400, bytes=872340)
+        TieredCache(near_ratio=0.1, far='fp8-int4', layers=1, tokens=400, bytes=745024)
     """
 
     def __init__(
@@ -192,7 +194,7 @@ class TieredCache(TieredCore, PlainCache):
         archive_in_memory: bool = False,
         cooldown: int = 5,
         promotions: int = 8,
-        margin: float = 0.0,
+        margin: float = 1.0,
         config: None = None,
         strict: bool = False,
         skip_layers: Sequence[int] = (),

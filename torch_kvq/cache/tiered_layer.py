@@ -135,8 +135,7 @@ class TieredLayer(PackedLayer):
         if self.state.is_empty:
             self.state.append_prompt(key, value, *(self._seen or ()))
         else:
-            self.state.append_exact(key, value)
-            self._unpacked = True
+            super()._store(key, value)
         self._seen = None
 
     def _read(self, query: Tensor, attn_mask: Tensor | None, options: dict[str, Any]) -> Tensor:
@@ -158,9 +157,15 @@ class TieredLayer(PackedLayer):
         return self.state.decode(length)
 
     def _crop(self, length: int) -> None:
+        assert self.state is not None
+        before = self.state.lengths[:, 2].tolist()
         super()._crop(length)
-        if self.promotion is not None:
-            self.promotion.crop(length)
+        if self.promotion is None:
+            return
+        self.promotion.crop(length)
+        for row, far in enumerate(self.state.lengths[:, 2].tolist()):
+            if far < before[row]:
+                self.promotion.restore(self.state, row)
 
     def _select(self, rows: list[int]) -> None:
         super()._select(rows)

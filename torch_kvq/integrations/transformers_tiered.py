@@ -63,7 +63,7 @@ class TieredCache(TieredCore, TransformersCache):
         >>> _ = model.generate(torch.ones(1, 300, dtype=torch.long), past_key_values=cache,
         ...                    max_new_tokens=5, do_sample=False)
         >>> cache
-        TieredCache(near_ratio=0.1, far='fp8-int4', layers=2, tokens=304, bytes=207608)
+        TieredCache(near_ratio=0.1, far='fp8-int4', layers=2, tokens=304, bytes=174232)
         >>> cache.materialized
         0
     """
@@ -83,7 +83,7 @@ class TieredCache(TieredCore, TransformersCache):
         archive_in_memory: bool = False,
         cooldown: int = 5,
         promotions: int = 8,
-        margin: float = 0.0,
+        margin: float = 1.0,
         config: Any = None,
         strict: bool = False,
         skip_layers: Sequence[int] = (),
