@@ -16,7 +16,7 @@ export HF_HUB_OFFLINE ?= 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: help demo test test-transformers test-kernels test-kernels-threads test-kernels-qemu
-.PHONY: test-kernels-avx512 lint format build clean
+.PHONY: test-kernels-avx512 test-int8 lint format build clean
 help:
 	@echo "make demo    answer a question about a long text with a packed cache (ARGS=--help)"
 	@echo "make test    all tests and the examples of the documentation (ARGS=-x)"
@@ -25,6 +25,7 @@ help:
 	@echo "make test-kernels-threads  the same on several threads under the thread sanitizer"
 	@echo "make test-kernels-qemu     the same on emulated CPUs with and without AVX2"
 	@echo "make test-kernels-avx512   the same with AVX-512 emulated on AVX2"
+	@echo "make test-int8  the documented recipe with int8 weights, which needs torchao"
 	@echo "make build   compile the extension in place"
 	@echo "make lint    check style and types; make format mends the style"
 	@echo "make clean   remove everything built but the virtual environment"
@@ -71,7 +72,7 @@ test-kernels-qemu: build/test_kernels_static
 # AVX-512 by SIMDe's intrinsics: the folder's headers stand in for immintrin.h and region.h, and the
 # CPU counts as having every feature. Inlined, the emulation takes minutes to compile.
 SIMDE := build/simde
-EMULATED := -Iops_cpu/test/emulated -isystem $(SIMDE)/cmeel.prefix/include -mavx2 -mf16c \
+EMULATED := -Iops_cpu/test/emulated -isystem $(SIMDE)/cmeel.prefix/include -mavx2 -mfma -mf16c \
   -D'__builtin_cpu_supports(feature)=true' -DSIMDE_NO_INLINE -Wno-psabi
 test-kernels-avx512: build/test_kernels_avx512
 	build/test_kernels_avx512 avx512vnni avx2 scalar
@@ -90,6 +91,15 @@ build/test_kernels $(addprefix build/test_kernels_,threads static avx512): $(CPP
 	@mkdir -p build
 	$(CXX) -std=c++17 -ffp-contract=off -fno-math-errno -fno-trapping-math -w -pthread $(KERNEL_FLAGS) -I. -o $@ \
 	  ops_cpu/*.cpp $(foreach d,scalar avx2 avx512vnni test,ops_cpu/$(d)/*.cpp)
+
+# In a folder of its own: Transformers imports torchao wherever it finds it.
+TORCHAO := build/torchao
+test-int8: build $(TORCHAO)/.installed
+	PYTHONPATH=$(TORCHAO) $(BIN)/python -m pytest tests/compile -k int8 $(ARGS)
+
+$(TORCHAO)/.installed: requirements/int8.txt | $(BIN)/python
+	$(PIP) --no-deps --upgrade --target $(TORCHAO) -r $<
+	@touch $@
 
 build: $(VENV)/.built
 

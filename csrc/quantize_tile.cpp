@@ -13,10 +13,6 @@
 namespace kvq {
 namespace {
 
-NewTokens new_tokens(const Tensor& t) {
-  return {t.const_data_ptr(), {t.stride(0), t.stride(1), t.stride(2)}};
-}
-
 const uint8_t* at(const NewTokens& n, Float type, int64_t row, int64_t head, int64_t token) {
   return static_cast<const uint8_t*>(n.data) +
          (row * n.stride[0] + head * n.stride[1] + token * n.stride[2]) * size_of(type);

@@ -15,6 +15,10 @@ int32_t shim_type(ScalarType type) {
       return aoti_torch_dtype_bfloat16();
     case ScalarType::Int:
       return aoti_torch_dtype_int32();
+    case ScalarType::Long:
+      return aoti_torch_dtype_int64();
+    case ScalarType::Bool:
+      return aoti_torch_dtype_bool();
     default:
       return aoti_torch_dtype_uint8();
   }
@@ -40,6 +44,10 @@ Tensor with_contiguous_rows(const Tensor& tensor) {
   const int64_t last = tensor.dim() - 1;
   if (tensor.stride(last) == 1 || tensor.size(last) <= 1) return tensor;
   return torch::stable::contiguous(tensor);
+}
+
+NewTokens new_tokens(const Tensor& t) {
+  return {t.const_data_ptr(), {t.stride(0), t.stride(1), t.stride(2)}};
 }
 
 void run_parallel(int64_t count, const std::function<void(int64_t, int64_t)>& body) {

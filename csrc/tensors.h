@@ -9,6 +9,8 @@
 #include <functional>
 #include <vector>
 
+#include "ops_cpu/append.h"
+
 namespace kvq {
 
 using torch::headeronly::ScalarType;
@@ -22,6 +24,9 @@ Tensor contiguous(const Tensor& tensor);
 
 // The same for its last dimension alone.
 Tensor with_contiguous_rows(const Tensor& tensor);
+
+// A tensor [batch, kv_heads, tokens, dim] with contiguous rows.
+NewTokens new_tokens(const Tensor& tensor);
 
 // torch's thread pool behind the torch-free drivers.
 void run_parallel(int64_t count, const std::function<void(int64_t, int64_t)>& body);

@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
-#include <stdexcept>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -285,9 +283,8 @@ class Findings {
         add_candidates(partial + part * plan_.block_floats + r * plan_.partial_stride +
                            c_.layout.value_dim + 2,
                        lse);
-      float* near = c_.near_score + owner_ * c_.capacity;
-      for (int64_t slot = 0; slot < c_.near_count[owner_]; ++slot)
-        near[slot] = std::max(near[slot], log_weight(logits[r * plan_.slots + slot], lse));
+      raise_scores(logits + r * plan_.slots, c_.near_count[owner_], lse,
+                   c_.near_score + owner_ * c_.capacity);
     }
   }
 
@@ -298,11 +295,13 @@ class Findings {
     return c_.lse[(batch * c_.heads + head) * c_.queries + row / plan_.group];
   }
 
-  // -inf, too, for what is no number.
-  static float log_weight(float logit, float lse) {
-    if (logit == kNegativeInfinity) return kNegativeInfinity;
-    const float weight = logit * kLn2 - lse;
-    return weight == weight ? weight : kNegativeInfinity;
+  // Scores become log weights where those are greater, which NaN, of masked logits in a row
+  // without keys, is not.
+  static void raise_scores(const float* logits, int64_t count, float lse, float* scores) {
+    for (int64_t i = 0; i < count; ++i) {
+      const float weight = logits[i] * kLn2 - lse;
+      scores[i] = weight > scores[i] ? weight : scores[i];
+    }
   }
 
   void add_candidates(const float* stored, float lse) {
@@ -311,8 +310,8 @@ class Findings {
     for (int64_t i = 0; i < c_.candidates; ++i) {
       int32_t token;
       std::memcpy(&token, stored + c_.candidates + i, sizeof token);
-      const float weight = log_weight(stored[i], lse);
-      if (token < 0 || weight == kNegativeInfinity) continue;
+      const float weight = stored[i] * kLn2 - lse;
+      if (token < 0 || !(weight > kNegativeInfinity)) continue;
       insert_best(score, index, static_cast<int>(c_.candidates), weight, token);
     }
   }
@@ -322,56 +321,7 @@ class Findings {
   const int64_t owner_;
 };
 
-std::string place(const char* name, int64_t row, int64_t head) {
-  return std::string(name) + "[" + std::to_string(row) + ", " + std::to_string(head);
-}
-
-// Clears the bits of promoted tokens that are near.
-void check_head(const TieredCall& c, const Row& row, int64_t batch, int64_t head, uint64_t* bits) {
-  const int64_t owner = batch * c.kv_heads + head, count = c.near_count[owner];
-  if (count < 0 || count > c.capacity)
-    throw std::out_of_range(place("near_count", batch, head) + "] must be in [0, " +
-                            std::to_string(c.capacity) + "], got " + std::to_string(count));
-  const int32_t* index = c.near_index + owner * c.capacity;
-  for (int64_t slot = 0; slot < count; ++slot) {
-    if (index[slot] < -1 || index[slot] >= row.tokens)
-      throw std::out_of_range(place("near_index", batch, head) + ", " + std::to_string(slot) +
-                              "] must be in [-1, " + std::to_string(row.tokens) + "), got " +
-                              std::to_string(index[slot]));
-    const int64_t far = index[slot] - c.sink_tokens;
-    if (index[slot] < 0 || far < 0 || far >= row.quantized) continue;
-    const uint64_t bit = uint64_t{1} << far % kTileTokens;
-    if (!(bits[far / kTileTokens] & bit))
-      throw std::invalid_argument(place("near_index", batch, head) + ", " + std::to_string(slot) +
-                                  "] = " + std::to_string(index[slot]) +
-                                  " counts twice: its bit in promoted is not set, or it is near in "
-                                  "two slots");
-    bits[far / kTileTokens] &= ~bit;
-  }
-}
-
 }  // namespace
-
-void check_near(const TieredCall& c) {
-  std::vector<uint64_t> bits(c.max_pages);
-  for (int64_t b = 0; b < c.batch; ++b) {
-    const Row row = read_row(c.lengths, b);
-    for (int64_t h = 0; h < c.kv_heads; ++h) {
-      const int64_t* promoted = c.promoted + (b * c.kv_heads + h) * c.max_pages;
-      for (int64_t tile = 0; tile < row.tiles; ++tile) {
-        const int64_t held = std::min<int64_t>(row.quantized - tile * kTileTokens, kTileTokens);
-        bits[tile] = static_cast<uint64_t>(promoted[tile]) & ~uint64_t{0} >> (kTileTokens - held);
-      }
-      check_head(c, row, b, h, bits.data());
-      for (int64_t tile = 0; tile < row.tiles; ++tile)
-        if (bits[tile])
-          throw std::invalid_argument(
-              place("promoted", b, h) + "] has the bit of token " +
-              std::to_string(c.sink_tokens + tile * kTileTokens + __builtin_ctzll(bits[tile])) +
-              " set, which is not near");
-    }
-  }
-}
 
 void tiered_attention(const Kernels& kernels, const TieredCall& call,
                       const ParallelFor& parallel_for) {

@@ -49,7 +49,7 @@ def row_tokens(case: Case, row: int) -> tuple[Tensor, Tensor]:
     return key, value
 
 
-def _pages(case: Case, far: str, state: TieredState, balance: Tensor) -> None:
+def _pages(case: Case, far: str, state: TieredState, balance: Tensor, library: Any) -> None:
     """Encode the far tokens of every row into its pages; what is behind them is poison."""
     for row, (_, _, quantized) in enumerate(state.lengths.tolist()):
         key, value = row_tokens(case, row)
@@ -62,14 +62,14 @@ def _pages(case: Case, far: str, state: TieredState, balance: Tensor) -> None:
             k, v = (torch.nn.functional.pad(x, short).unsqueeze(0) for x in (k, v))
             if far == "tile4":
                 if tile == 0:
-                    balance[row] = reference.key_balance(key[None, :, case.sink_tokens :])[0]
-                record = reference.quantize_tile(k, v, balance[row : row + 1], 4, 4)
+                    balance[row] = library.key_balance(key[None, :, case.sink_tokens :])[0]
+                record = library.quantize_tile(k, v, balance[row : row + 1], 4, 4)
                 scales = (
                     0,
                     formats.TileFormat(case.key_dim, case.value_dim, 4, 4).value_scale_offset,
                 )
             else:
-                record = reference.quantize_far(k, v)
+                record = library.quantize_far(k, v)
                 layout = formats.FarFormat(case.key_dim, case.value_dim)
                 scales = (0, layout.value_scale_offset, layout.value_middle_offset)
             for offset in scales if short[-1] else ():
@@ -121,14 +121,17 @@ def choose_near(case: Case, state: TieredState, query: Tensor) -> None:
     quantized = int(state.lengths[0, formats.QUANTIZED])
     far = mass[0, :, case.sink_tokens : case.sink_tokens + quantized]
     recent = _recent(case, case.length, quantized)
-    count = case.length // 10 - len(recent)
+    count = max(case.length // 10 - len(recent), 0)
     for head in range(case.kv_heads):
         chosen = far[head].topk(count).indices + case.sink_tokens
         _fill_head(case, state, 0, head, torch.cat((recent, chosen)))
 
 
-def make_tiers(case: Case, far: str) -> tuple[TieredState, Tensor | None]:
-    """State and balance: exactly large enough, pages shuffled, all that is unused poisoned."""
+def make_tiers(case: Case, far: str, library: Any = reference) -> tuple[TieredState, Tensor | None]:
+    """State and balance: exactly large enough, pages shuffled, all that is unused poisoned.
+
+    ``library`` has the encoders: the references, or ``torch.ops.kvq`` where that takes too long.
+    """
     lengths = row_lengths(case)
     heads, pages = case.kv_heads, int(-(-lengths[:, 2].max() // 64)) + 1 if case.batch else 1
     total = case.batch * pages + 1
@@ -148,7 +151,7 @@ def make_tiers(case: Case, far: str) -> tuple[TieredState, Tensor | None]:
         lengths,
     )
     balance = torch.full((case.batch, heads, case.key_dim), torch.nan)
-    _pages(case, far, state, balance)
+    _pages(case, far, state, balance, library)
     _near(case, state)
     for row, (_, _, quantized) in enumerate(lengths.tolist()):
         state.block_table[row, -(-quantized // 64) :] = -(2**30) - row

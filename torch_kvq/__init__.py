@@ -16,15 +16,16 @@ from torch_kvq._ops import (
     quantize_tile_,
 )
 from torch_kvq._remat_ops import remat_attention, remat_kv
-from torch_kvq._tiered_ops import dequantize_far, quantize_far, tiered_attention
+from torch_kvq._tiered_ops import attention_mass, dequantize_far, quantize_far, tiered_attention
 from torch_kvq._x_cost import Absorption, choose_absorption, remat_flops
 from torch_kvq._x_ops import dequantize_x, quantize_x, sum_x
-from torch_kvq.cache import KVQLayer, MemoryReport
+from torch_kvq.cache import KVQLayer, MemoryReport, TieredLayer
 
 if TYPE_CHECKING:
     from torch_kvq.integrations.estimate import estimate
     from torch_kvq.integrations.similarity import cross_layer_similarity
     from torch_kvq.integrations.transformers import KVQCache
+    from torch_kvq.integrations.transformers_tiered import TieredCache
     from torch_kvq.integrations.transformers_x import XQuantCache
 
 __version__ = "0.1.0"
@@ -34,7 +35,10 @@ __all__ = [
     "KVQCache",
     "KVQLayer",
     "MemoryReport",
+    "TieredCache",
+    "TieredLayer",
     "XQuantCache",
+    "attention_mass",
     "choose_absorption",
     "cpu_capabilities",
     "cpu_capability",
@@ -57,19 +61,19 @@ __all__ = [
     "tiered_attention",
 ]
 
-
-_LAZY = {
-    "KVQCache": "transformers",
-    "XQuantCache": "transformers_x",
-    "cross_layer_similarity": "similarity",
-    "estimate": "estimate",
+_WITH_TRANSFORMERS = {
+    "KVQCache": "integrations.transformers",
+    "TieredCache": "integrations.transformers_tiered",
+    "XQuantCache": "integrations.transformers_x",
+    "cross_layer_similarity": "integrations.similarity",
+    "estimate": "integrations.estimate",
 }
-"""Names of `torch_kvq.integrations`, by their module."""
+_WITHOUT_TRANSFORMERS = {"KVQCache": "cache.cache", "TieredCache": "cache.tiered_cache"}
 
 
 def __getattr__(name: str) -> Any:
     """Import what may bring in Transformers when it is asked for."""
-    if name not in _LAZY:
+    if name not in _WITH_TRANSFORMERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = found = _lazy(name)
     return found
@@ -80,10 +84,9 @@ def _lazy(name: str) -> Any:
         from torch_kvq.integrations import check_transformers
 
         check_transformers()
-        module = importlib.import_module(f"torch_kvq.integrations.{_LAZY[name]}")
-        return getattr(module, name)
-    if name != "KVQCache":
+        module = _WITH_TRANSFORMERS[name]
+    elif name not in _WITHOUT_TRANSFORMERS:
         raise ImportError(f"{name} needs transformers, whose models it reads")
-    from torch_kvq.cache import cache
-
-    return cache.KVQCache
+    else:
+        module = _WITHOUT_TRANSFORMERS[name]
+    return getattr(importlib.import_module(f"torch_kvq.{module}"), name)

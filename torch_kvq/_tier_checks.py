@@ -104,21 +104,25 @@ def check_near(
                     f"near_count[{row}, {head}] must be in [0, {capacity}], got {count}"
                 )
             bits = promoted_bits(promoted[row, head], quantized)
+            # Tokens that may still be named: promoted ones, and those that are not far.
+            unnamed = torch.ones(tokens, dtype=torch.bool)
+            unnamed[sink_tokens : sink_tokens + quantized] = bits
             for slot, token in enumerate(near_index[row, head, :count].tolist()):
                 if not -1 <= token < tokens:
                     raise IndexError(
                         f"near_index[{row}, {head}, {slot}] must be in [-1, {tokens}), got {token}"
                     )
-                place = token - sink_tokens
-                if 0 <= place < quantized:
-                    if not bits[place]:
-                        raise ValueError(
-                            f"near_index[{row}, {head}, {slot}] = {token} counts twice: its bit in "
-                            "promoted is not set, or it is near in two slots"
-                        )
-                    bits[place] = False
-            if bits.any():
-                token = int(bits.nonzero()[0]) + sink_tokens
+                if token < 0:
+                    continue
+                if not unnamed[token]:
+                    raise ValueError(
+                        f"near_index[{row}, {head}, {slot}] = {token} counts twice: it is near in "
+                        "two slots, or far without its bit in promoted"
+                    )
+                unnamed[token] = False
+            missing = unnamed[sink_tokens : sink_tokens + quantized].nonzero()
+            if len(missing):
+                token = int(missing[0]) + sink_tokens
                 raise ValueError(
                     f"promoted[{row}, {head}] has the bit of token {token} set, which is not near"
                 )

@@ -259,3 +259,84 @@ def tiered_attention(
         sinks=sinks,
         precision=precision,
     )
+
+
+def _attention_mass_fake(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    _checks.check_rank(4, key=key)
+    _checks.check_float(key=key)
+    _checks.check_query(query, key, attn_mask, sinks, sliding_window, softcap, "exact")
+    mass = key.new_empty(key.shape[:3], dtype=torch.float32)
+    return mass, torch.empty_like(mass)
+
+
+define(
+    "attention_mass(Tensor query, Tensor key, Tensor? attn_mask=None, *, float? scale=None, "
+    "bool is_causal=False, SymInt? sliding_window=None, float? softcap=None, Tensor? sinks=None) "
+    "-> (Tensor, Tensor)",
+    reference.attention_mass,
+    _attention_mass_fake,
+)
+
+
+def attention_mass(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Mean attention weight of every key over some queries, for each KV head.
+
+    Query i of T stands at position ``tokens - T + i``. There is no kernel of its own: it runs once
+    for a prompt, on its last queries.
+
+    Args:
+        query: ``[batch, heads, queries, key_dim]``, float32, float16 or bfloat16; heads a multiple
+            of the KV heads.
+        key: ``[batch, kv_heads, tokens, key_dim]``, float32, float16 or bfloat16.
+        attn_mask: bool (True = attend) or additive float, broadcastable to
+            ``[batch, heads, queries, tokens]``.
+        scale: factor of the scores, ``key_dim ** -0.5`` when not given.
+        is_causal: mask keys behind the query's position.
+        sliding_window: attend only to the last so many positions, the query's own included.
+        softcap: scores become ``softcap * tanh(score / softcap)`` before the mask.
+        sinks: ``[heads]``, a logit per head that joins the softmax without a value.
+
+    Returns:
+        ``(mass, greatest)``, float32 ``[batch, kv_heads, tokens]`` each: the mean weight over the
+        queries and the heads of the KV head, from 0 to 1, and the logarithm of the greatest, as
+        `tiered_attention` gives it; 0 and -inf for masked keys.
+
+    Raises:
+        ValueError: shapes, dtypes or options outside the above.
+
+    Example:
+        >>> query, key = torch.randn(1, 8, 32, 64), torch.randn(1, 2, 500, 64)
+        >>> mass, greatest = attention_mass(query, key, is_causal=True)
+        >>> mass.shape, torch.allclose(mass.sum(-1), torch.ones(1, 2))
+        (torch.Size([1, 2, 500]), True)
+    """
+    return torch.ops.kvq.attention_mass(
+        query,
+        key,
+        attn_mask,
+        scale=scale,
+        is_causal=is_causal,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=sinks,
+    )

@@ -59,13 +59,16 @@ template <int kRows>
 void score_rows(const uint8_t* codes, const uint8_t* next, const uint16_t* key_scales, int dim,
                 const float* query, float* scores) {
   const Fp8Decoder decode;
+  const float* row[kRows];
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) row[r] = query + static_cast<int64_t>(r) * dim;
   for (int t = 0; t < kTileTokens; t += 16) {
     __m512 sum[kRows][4];
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) sum[r][j] = _mm512_setzero_ps();
-    for (int c = 0; c < dim; c += 4, codes += 64, next += 64) {
+    for (int64_t c = 0; c < dim; c += 4, codes += 64, next += 64) {
       prefetch(next);
       __m512 key[4];
       decode(codes, key);
@@ -73,7 +76,7 @@ void score_rows(const uint8_t* codes, const uint8_t* next, const uint16_t* key_s
       for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
         for (int j = 0; j < 4; ++j)
-          sum[r][j] = _mm512_fmadd_ps(_mm512_set1_ps(query[r * dim + c + j]), key[j], sum[r][j]);
+          sum[r][j] = _mm512_fmadd_ps(_mm512_set1_ps(row[r][c + j]), key[j], sum[r][j]);
     }
     const __m512 scale = load16(key_scales, Float::kFloat16, t);
 #pragma GCC unroll 4
@@ -248,8 +251,8 @@ int select(const float* scores, int64_t stride, int tiles, int wanted, float flo
     uint64_t tokens = 0;
     for (int i = 0; i < 4; ++i) {
       const __m512 x = _mm512_loadu_ps(scores + tile * stride + 16 * i);
-      const __mmask16 found =
-          _mm512_mask_cmp_ps_mask(_mm512_cmp_ps_mask(x, bound, _CMP_GE_OQ), x, above, _CMP_GT_OQ);
+      const unsigned found =
+          _mm512_cmp_ps_mask(x, bound, _CMP_GE_OQ) & _mm512_cmp_ps_mask(x, above, _CMP_GT_OQ);
       tokens |= static_cast<uint64_t>(found) << 16 * i;
     }
     for (; tokens; tokens &= tokens - 1)

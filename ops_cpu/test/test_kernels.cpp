@@ -4,10 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
-#include <random>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "ops_cpu/append.h"
@@ -21,40 +18,6 @@
 namespace {
 
 using namespace kvq;
-
-template <typename T>
-bool same(const std::vector<T>& a, const std::vector<T>& b) {
-  return a.size() == b.size() && !std::memcmp(a.data(), b.data(), a.size() * sizeof(T));
-}
-
-std::mt19937 engine(1);
-
-std::vector<float> normal(size_t count, float sigma = 1.0f) {
-  std::normal_distribution<float> draw(0.0f, sigma);
-  std::vector<float> x(count);
-  for (float& v : x) v = draw(engine);
-  return x;
-}
-
-const Kernels& scalar_tier() {
-  const Kernels* last = nullptr;
-  for (auto p = available(); *p; ++p) last = *p;
-  return *last;
-}
-
-void run_inline(int64_t count, const std::function<void(int64_t, int64_t)>& body) {
-  if (count > 0) body(0, count);
-}
-
-void run_threads(int64_t count, const std::function<void(int64_t, int64_t)>& body) {
-  constexpr int64_t kThreads = 3;
-  std::vector<std::thread> threads;
-  for (int64_t t = 0; t < kThreads; ++t) {
-    const int64_t begin = count * t / kThreads, end = count * (t + 1) / kThreads;
-    if (begin < end) threads.emplace_back(body, begin, end);
-  }
-  for (std::thread& thread : threads) thread.join();
-}
 
 void test_transform(const Kernels& k) {
   for (int dim = kMinHeadDim; dim <= kMaxHeadDim; dim += 16) {
@@ -293,10 +256,12 @@ int main(int count, char** arguments) {
     test_encode(k);
     test_x(k);
     test_extremes(k);
+    test_tiers(k);
     for (const LayerCase& layer : layers) test_layer(k, layer);
     std::printf("%-12s %s%s\n", k.name, failures == before ? "equals scalar" : "DIFFERS",
                 &k == &active() ? ", active" : "");
   }
+  test_archive();
   expect(wanted.empty() || found == wanted, "the instruction sets of the command line");
   return failures ? EXIT_FAILURE : EXIT_SUCCESS;
 }

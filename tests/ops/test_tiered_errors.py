@@ -127,6 +127,13 @@ def _second_slot(arguments: Arguments) -> None:
     index[_near_slot(arguments, far=False)] = index[_near_slot(arguments, far=True)].clone()
 
 
+def _second_recent_slot(arguments: Arguments) -> None:
+    index, far = arguments["near_index"], _near_slot(arguments, far=True)
+    place = int(index[far]) - 4
+    arguments["promoted"][1, 1, place // 64] &= ~(torch.tensor(1) << place % 64)
+    index[far] = index[_near_slot(arguments, far=False)].clone()
+
+
 def _bookkeeping() -> list[Bad]:
     op = "tiered_attention"
 
@@ -145,6 +152,7 @@ def _bookkeeping() -> list[Bad]:
         bad(("near_index[1, 1", "promoted", "twice"), _unset_bit, ValueError),
         bad(("promoted[1, 1]", "not near"), _unfilled_slot, ValueError),
         bad(("near_index[1, 1", "two slots"), _second_slot, ValueError),
+        bad(("near_index[1, 1", "two slots", "counts"), _second_recent_slot, ValueError),
     ]
 
 

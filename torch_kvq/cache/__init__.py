@@ -2,5 +2,6 @@
 
 from torch_kvq.cache.layer import KVQLayer
 from torch_kvq.cache.memory import MemoryReport
+from torch_kvq.cache.tiered_layer import TieredLayer
 
-__all__ = ["KVQLayer", "MemoryReport"]
+__all__ = ["KVQLayer", "MemoryReport", "TieredLayer"]

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch_kvq.cache import aliases
 from torch_kvq.cache.layer import KVQLayer
 from torch_kvq.cache.memory import MemoryReport, tensor_bytes
-from torch_kvq.cache.options import LayerOptions
+from torch_kvq.cache.options import LayerOptions, RowOptions
+from torch_kvq.cache.packed import PackedLayer
 from torch_kvq.cache.policy import LayerPolicy
-from torch_kvq.cache.protocol import CacheLayer
 
 _C = TypeVar("_C", bound="CacheCore")
 
@@ -23,7 +23,7 @@ class CacheCore:
     """What packed caches have in common, with Transformers or without.
 
     Attributes:
-        layers: `KVQLayer` or, where a model has other kinds of layers, those of Transformers.
+        layers: `PackedLayer` or, where a model has other kinds of layers, those of Transformers.
         options: how the packed layers store tokens.
         policy: the layers that are not treated like the others.
         static: layers are allocated at once.
@@ -31,34 +31,10 @@ class CacheCore:
 
     layers: list[Any]
 
-    def _set_options(
-        self,
-        bits: int | str,
-        key_bits: int | None,
-        value_bits: int | None,
-        sink_tokens: int,
-        residual_length: int,
-        quantized_start: int,
-        max_cache_len: int | None,
-        static: bool,
-        strict: bool,
-        skip_layers: Sequence[int],
-        layer_bits: Mapping[int, int | str] | None,
-        unknown: Mapping[str, Any],
-    ) -> None:
-        aliases.refuse(unknown)
-        self.options = LayerOptions.parse(
-            bits,
-            key_bits=key_bits,
-            value_bits=value_bits,
-            sink_tokens=sink_tokens,
-            residual_length=residual_length,
-            quantized_start=quantized_start,
-            max_cache_len=max_cache_len,
-            strict=strict,
-        )
-        self.policy = LayerPolicy.parse(skip_layers, layer_bits)
-        self.static = static or max_cache_len is not None
+    def _set_options(self, options: RowOptions, policy: LayerPolicy, static: bool = False) -> None:
+        self.options = options
+        self.policy = policy
+        self.static = static or options.max_cache_len is not None
         self._is_laid_out = False
         self._said: set[str] = set()
 
@@ -105,31 +81,37 @@ class CacheCore:
             )
         for index in range(held, layer_idx + 1):
             options = self.policy.resolve_one(self.options, index)
-            self.layers.append(self._skipped() if options is None else self._new_layer(options))
+            self.layers.append(
+                self._skipped() if options is None else self._new_layer(options, index)
+            )
 
     def _skipped(self) -> Any:
         """A layer of ``skip_layers``."""
-        return self._new_layer(LayerOptions.parse(16, max_cache_len=self.options.max_cache_len))
+        return KVQLayer(16, max_cache_len=self.options.max_cache_len)
 
-    def _new_layer(self, options: LayerOptions | None = None) -> KVQLayer:
+    def _new_layer(self, options: RowOptions | None = None, index: int = 0) -> PackedLayer:
+        """A layer that is not skipped."""
         if self.static and self.options.max_cache_len is None:
             raise ValueError(
                 "static=True needs max_cache_len; only generate() finds it out for itself"
             )
-        layer = KVQLayer.from_options(options or self.options)
+        layer = self._make_layer(options or self.options, index)
         layer.said = self._said
         return layer
+
+    def _make_layer(self, options: Any, index: int) -> PackedLayer:
+        return KVQLayer.from_options(options)
 
     def _check_level(self) -> None:
         """Raise when the last call of the model did not get through all layers."""
         # Two lengths that a graph knows to be one are more than inductor 2.13 can name.
         is_exempt = self.static or torch.compiler.is_compiling()
-        if is_exempt or not isinstance(self.layers[0], CacheLayer):
+        if is_exempt or not isinstance(self.layers[0], PackedLayer):
             return
         first = self.layers[0].visible_length
         for index in (1, len(self.layers) - 1):
             layer = self.layers[index] if index < len(self.layers) else None
-            if not isinstance(layer, CacheLayer) or layer.visible_length == first:
+            if not isinstance(layer, PackedLayer) or layer.visible_length == first:
                 continue
             # A last layer without tokens may be one that shares the keys of another.
             if layer.visible_length or index == 1:
@@ -140,16 +122,16 @@ class CacheCore:
                 )
 
     @property
-    def packed_layers(self) -> list[Any]:
+    def packed_layers(self) -> list[PackedLayer]:
         """The layers that are packed."""
-        return [layer for layer in self.layers if isinstance(layer, CacheLayer)]
+        return [layer for layer in self.layers if isinstance(layer, PackedLayer)]
 
     @property
     def holds_tokens(self) -> bool:
         """Whether any packed layer has tokens, or one of Transformers' memory for some."""
         return any(
             not layer.is_empty
-            if isinstance(layer, CacheLayer)
+            if isinstance(layer, PackedLayer)
             else any(tensor.dim() for tensor in _tensors(vars(layer)))
             for layer in self.layers
         )
@@ -171,7 +153,7 @@ class CacheCore:
         """
         parts, fp16_bytes = [], 0
         for layer in self.layers:
-            if isinstance(layer, CacheLayer):
+            if isinstance(layer, PackedLayer):
                 parts.append(layer.memory_parts())
                 fp16_bytes += layer.fp16_bytes
             else:
@@ -186,8 +168,8 @@ class CacheCore:
         """Another cache with the same tokens; both go on without regard to each other.
 
         To give one prompt several answers, for less than a ``copy.deepcopy`` takes: packed layers
-        share their full pages (`KVQLayer.fork`), while those of Transformers and those of a static
-        cache are copied.
+        share their full pages (`CacheLayer.fork`), while those of Transformers and those of a
+        static cache are copied.
 
         Returns:
             A cache of the same class.
@@ -202,7 +184,7 @@ class CacheCore:
         """
         fork = copy.copy(self)
         fork.layers = [
-            layer.fork() if isinstance(layer, CacheLayer) else copy.deepcopy(layer)
+            layer.fork() if isinstance(layer, PackedLayer) else copy.deepcopy(layer)
             for layer in self.layers
         ]
         return fork
@@ -213,12 +195,48 @@ class CacheCore:
         layers = f"{len(self.layers)}" + (f" ({others} not packed)" if others else "")
         policy = f"{self.policy}, " if str(self.policy) else ""
         return (
-            f"{type(self).__name__}(bits={self.options.bits}, {policy}layers={layers}, "
+            f"{type(self).__name__}({self.options.summary}, {policy}layers={layers}, "
             f"tokens={report.tokens}, bytes={report.total_bytes})"
         )
 
 
-class KVQCache(CacheCore):
+class PlainCache(CacheCore):
+    """What a cache without Transformers does with all of its layers."""
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:
+        """Positions so far, left padding included; a tensor in a static cache."""
+        return self.layers[layer_idx].get_seq_length() if layer_idx < len(self.layers) else 0
+
+    def crop(self, tokens: int) -> None:
+        """Remove the last tokens: ``-tokens`` of them, or all but the first ``tokens``."""
+        for layer in self.layers:
+            layer.crop(tokens)
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        for layer in self.layers:
+            layer.reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let row i become what row ``beam_idx[i]`` is."""
+        for layer in self.layers:
+            layer.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row ``repeats`` times."""
+        for layer in self.layers:
+            layer.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows ``indices`` in this order."""
+        for layer in self.layers:
+            layer.batch_select_indices(indices)
+
+
+class KVQCache(PlainCache):
     """Keys and values of a model, packed and attended while they stay packed, without Transformers.
 
     `update` returns handles that ``torch.nn.functional.scaled_dot_product_attention`` and
@@ -268,57 +286,26 @@ class KVQCache(CacheCore):
         layer_bits: Mapping[int, int | str] | None = None,
         **unknown: NoReturn,
     ) -> None:
+        aliases.refuse(unknown)
         self._set_options(
-            bits,
-            key_bits,
-            value_bits,
-            sink_tokens,
-            residual_length,
-            quantized_start,
-            max_cache_len,
+            LayerOptions.parse(
+                bits,
+                key_bits=key_bits,
+                value_bits=value_bits,
+                sink_tokens=sink_tokens,
+                residual_length=residual_length,
+                quantized_start=quantized_start,
+                max_cache_len=max_cache_len,
+                strict=strict,
+            ),
+            LayerPolicy.parse(skip_layers, layer_bits),
             static,
-            strict,
-            skip_layers,
-            layer_bits,
-            unknown,
         )
         if config is not None:
             raise ValueError("config needs transformers, which is not installed")
         if static and max_cache_len is None:
             raise ValueError("static=True needs max_cache_len, got None")
         self.layers = []
-
-    def __len__(self) -> int:
-        return len(self.layers)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:
-        """Positions so far, left padding included; a tensor in a static cache."""
-        return self.layers[layer_idx].get_seq_length() if layer_idx < len(self.layers) else 0
-
-    def crop(self, tokens: int) -> None:
-        """Remove the last tokens: ``-tokens`` of them, or all but the first ``tokens``."""
-        for layer in self.layers:
-            layer.crop(tokens)
-
-    def reset(self) -> None:
-        """Forget all tokens."""
-        for layer in self.layers:
-            layer.reset()
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row i become what row ``beam_idx[i]`` is."""
-        for layer in self.layers:
-            layer.reorder_cache(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row ``repeats`` times."""
-        for layer in self.layers:
-            layer.batch_repeat_interleave(repeats)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows ``indices`` in this order."""
-        for layer in self.layers:
-            layer.batch_select_indices(indices)
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from torch_kvq.cache.layer import KVQLayer
+    from torch_kvq.cache.packed import PackedLayer
 
 
 class KVQHandle:
@@ -18,7 +18,7 @@ class KVQHandle:
 
     Attention that knows handles reads the layer packed: `KVQLayer.attend`, Transformers' attention
     functions and ``F.scaled_dot_product_attention``. Whatever else is done with one decodes the
-    layer first; `KVQLayer.materialized` counts these, and ``strict`` turns them into errors.
+    layer first; `PackedLayer.materialized` counts these, and ``strict`` turns them into errors.
 
     Attributes:
         layer: the layer.
@@ -32,7 +32,7 @@ class KVQHandle:
     # No __slots__: with __getattr__ they make dynamo recurse.
     def __init__(
         self,
-        layer: KVQLayer,
+        layer: PackedLayer,
         new: Tensor,
         is_key: bool,
         length: int,

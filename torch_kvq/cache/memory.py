@@ -10,25 +10,12 @@ from torch import Tensor
 
 from torch_kvq.cache.options import LayerOptions
 from torch_kvq.cache.room import pages_of, pages_of_prompt
-from torch_kvq.cache.state import LayerState
 from torch_kvq.formats import TILE_TOKENS, TileFormat
 
 
 def tensor_bytes(tensor: Tensor) -> int:
     """Bytes of the elements of a tensor."""
     return tensor.numel() * tensor.element_size()
-
-
-def state_bytes(state: LayerState) -> dict[str, int]:
-    """Bytes of the tensors of a layer, by what they are for."""
-    tiles, block_table, balance, exact_key, exact_value, lengths = map(tensor_bytes, state.tensors)
-    return {
-        "tiles": tiles,
-        "exact": exact_key + exact_value,
-        "balance": balance,
-        "block table": block_table,
-        "lengths": lengths,
-    }
 
 
 def expected_parts(
@@ -76,9 +63,11 @@ class MemoryReport:
         total_bytes: bytes of all tensors that are allocated, used or not.
         fp16_bytes: bytes that the tokens held would take uncompressed, two for each element.
         parts: ``total_bytes`` by what they are for: tiles, exact tokens, balance, block table,
-            lengths, tokens that wait for their attention, layers of Transformers.
+            lengths, tokens that wait for their attention, layers of Transformers; near and far
+            tokens, and an archive in memory.
         tokens: tokens of the longest layer, all rows, without left padding.
         by_layer: the parts of every layer, empty for one that holds nothing.
+        disk_bytes: bytes of an archive in a file, which ``total_bytes`` leaves out.
 
     Example:
         >>> print(MemoryReport.collect([{"tiles": 1 << 20}], fp16_bytes=4 << 20, tokens=8192))
@@ -91,6 +80,7 @@ class MemoryReport:
     parts: dict[str, int] = field(default_factory=dict)
     tokens: int = 0
     by_layer: tuple[dict[str, int], ...] = ()
+    disk_bytes: int = 0
 
     @property
     def layers(self) -> int:
@@ -155,6 +145,8 @@ class MemoryReport:
         ]
         width = max(map(len, self.parts), default=0)
         lines += [f"  {name:{width}} {_mebibytes(size)}" for name, size in self.parts.items()]
+        if self.disk_bytes:
+            lines.append(f"  and an archive of {_mebibytes(self.disk_bytes)} in a file")
         return "\n".join(lines)
 
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from torch_kvq.cache.layer import KVQLayer
+    from torch_kvq.cache.packed import PackedLayer
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-_layers: weakref.WeakValueDictionary[int, KVQLayer] = weakref.WeakValueDictionary()
+_layers: weakref.WeakValueDictionary[int, PackedLayer] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 _library = torch.library.Library("kvq", "FRAGMENT")
 
@@ -39,7 +39,7 @@ def outside_graphs(reason: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]
     "a layer that grows is made outside of compiled graphs: give the cache config=model.config, "
     "call the model once without compiling, or allocate at once with max_cache_len"
 )
-def enroll(layer: KVQLayer) -> Tensor:
+def enroll(layer: PackedLayer) -> Tensor:
     """A tensor by which compiled graphs name the layer; they would be specialised on a number."""
     number = next(_numbers)
     _layers[number] = layer
@@ -47,35 +47,49 @@ def enroll(layer: KVQLayer) -> Tensor:
         return torch.tensor(number, device="cpu")
 
 
-def update(layer: KVQLayer, key: Tensor, value: Tensor) -> None:
-    """`KVQLayer.update` without its handles."""
+def update(layer: PackedLayer, key: Tensor, value: Tensor) -> None:
+    """`PackedLayer.update` without its handles."""
     torch.ops.kvq._layer_update.default(_ticket(layer), key.detach(), value.detach())
 
 
-def flush_masked(layer: KVQLayer, attn_mask: Tensor | None, queries: int) -> None:
-    """`KVQLayer.flush_masked`."""
-    torch.ops.kvq._layer_flush.default(_ticket(layer), attn_mask, queries)
+def flush_attended(
+    layer: PackedLayer, query: Tensor, attn_mask: Tensor | None, options: dict[str, Any]
+) -> None:
+    """`PackedLayer.flush_attended`."""
+    torch.ops.kvq._layer_flush.default(
+        _ticket(layer), query.detach(), attn_mask, **_detached(options)
+    )
 
 
 def attend(
-    layer: KVQLayer,
+    layer: PackedLayer,
     query: Tensor,
     attn_mask: Tensor | None,
     value_dim: int,
     options: dict[str, Any],
 ) -> Tensor:
-    """`KVQLayer.attend`, whose result has ``value_dim`` channels."""
-    if options.get("sinks") is not None:
-        options["sinks"] = options["sinks"].detach()
+    """`PackedLayer.attend`, whose result has ``value_dim`` channels."""
     out: Tensor = torch.ops.kvq._layer_attend.default(
-        _ticket(layer), query.detach(), attn_mask, value_dim, **options
+        _ticket(layer), query.detach(), attn_mask, value_dim, **_detached(options)
     )
     return out
 
 
-def _ticket(layer: KVQLayer) -> Tensor:
+def _detached(options: dict[str, Any]) -> dict[str, Any]:
+    if options.get("sinks") is None:
+        return options
+    return {**options, "sinks": options["sinks"].detach()}
+
+
+def _ticket(layer: PackedLayer) -> Tensor:
     assert layer.ticket is not None, "a static layer has none"
     return layer.ticket
+
+
+_OPTIONS = (
+    "float? scale=None, bool is_causal=False, SymInt? sliding_window=None, float? softcap=None, "
+    'Tensor? sinks=None, str precision="exact"'
+)
 
 
 # The ticket counts as written to, so that calls keep their order and none is left out.
@@ -94,8 +108,8 @@ def _update(ticket: Tensor, key: Tensor, value: Tensor) -> None:
     layer.update(key, value)
 
 
-def _flush(ticket: Tensor, attn_mask: Tensor | None, queries: int) -> None:
-    _layers[int(ticket)].flush_masked(attn_mask, queries)
+def _flush(ticket: Tensor, query: Tensor, attn_mask: Tensor | None, **options: Any) -> None:
+    _layers[int(ticket)].flush_attended(query, attn_mask, options)
 
 
 def _attend(
@@ -116,14 +130,13 @@ _define(
     lambda ticket, key, value: None,
 )
 _define(
-    "_layer_flush(Tensor(a!) ticket, Tensor? attn_mask, SymInt queries) -> ()",
+    f"_layer_flush(Tensor(a!) ticket, Tensor query, Tensor? attn_mask, *, {_OPTIONS}) -> ()",
     _flush,
-    lambda ticket, attn_mask, queries: None,
+    lambda ticket, query, attn_mask, **options: None,
 )
 _define(
     "_layer_attend(Tensor(a!) ticket, Tensor query, Tensor? attn_mask, SymInt value_dim, *, "
-    "float? scale=None, bool is_causal=False, SymInt? sliding_window=None, float? softcap=None, "
-    'Tensor? sinks=None, str precision="exact") -> Tensor',
+    f"{_OPTIONS}) -> Tensor",
     _attend,
     _attend_fake,
 )

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from torch_kvq import formats
 
+_O = TypeVar("_O", bound="RowOptions")
 
-@dataclass(frozen=True)
-class LayerOptions:
-    """How a layer stores its tokens.
+
+@dataclass(frozen=True, kw_only=True)
+class RowOptions:
+    """Which tokens of a row stay exact, whatever becomes of the others.
 
     Attributes:
-        key_bits: 2, 3 or 4, or 16 (pass-through).
-        value_bits: 2, 3 or 4, or 16 (pass-through); at most ``key_bits``.
         sink_tokens: first tokens of a row that stay exact.
         residual_length: recent tokens that stay exact.
         quantized_start: tokens up to which nothing is quantised.
@@ -24,12 +25,10 @@ class LayerOptions:
             up. All when None.
 
     Example:
-        >>> LayerOptions.parse("4/3").value_bits
-        3
+        >>> RowOptions(sink_tokens=4, residual_length=32).window_slots
+        100
     """
 
-    key_bits: int
-    value_bits: int
     sink_tokens: int = 4
     residual_length: int = 64
     quantized_start: int = 256
@@ -38,16 +37,10 @@ class LayerOptions:
     sliding_window: int | None = None
 
     def __post_init__(self) -> None:
-        formats.check_bits(self.key_bits, self.value_bits)
-        if self.key_bits < self.value_bits:
-            raise ValueError(
-                "key_bits must not be below value_bits, keys are the more sensitive: "
-                f"got key_bits={self.key_bits}, value_bits={self.value_bits}"
-            )
         for name in ("sink_tokens", "residual_length", "quantized_start"):
-            _check_count(name, getattr(self, name), least=0)
+            check_count(name, getattr(self, name), least=0)
         if self.max_cache_len is not None:
-            _check_count("max_cache_len", self.max_cache_len, least=1)
+            check_count("max_cache_len", self.max_cache_len, least=1)
         if self.sliding_window is not None:
             self._check_sliding_window(self.sliding_window)
 
@@ -57,13 +50,92 @@ class LayerOptions:
                 "max_cache_len must not be given together with sliding_window: a layer that is "
                 "allocated at once has room for all positions"
             )
-        _check_count("sliding_window", sliding_window, least=1)
+        check_count("sliding_window", sliding_window, least=1)
         if not self.fits_sliding_window(sliding_window):
             raise ValueError(
                 f"sliding_window must exceed residual_length + {formats.TILE_TOKENS}, the tokens "
                 f"that stay exact, got {sliding_window} with "
                 f"residual_length={self.residual_length}"
             )
+
+    @property
+    def summary(self) -> str:
+        """The arguments that make a layer what it is."""
+        raise NotImplementedError
+
+    @property
+    def kind(self) -> str:
+        """How tokens are packed, in words."""
+        raise NotImplementedError
+
+    @property
+    def window_slots(self) -> int:
+        """Slots of the exact buffer that a row with tiles needs."""
+        return self.sink_tokens + self.residual_length + formats.TILE_TOKENS
+
+    @property
+    def exact_slots(self) -> int:
+        """Slots of the exact buffer that any row can come to need."""
+        return max(self.window_slots, self.quantized_start)
+
+    def with_max_cache_len(self: _O, max_cache_len: int) -> _O:
+        """The same options with another capacity."""
+        return replace(self, max_cache_len=max_cache_len)
+
+    def with_sliding_window(self: _O, sliding_window: int) -> _O:
+        """The same options for a layer with a sliding window."""
+        return replace(self, sliding_window=sliding_window)
+
+    def fits_sliding_window(self, sliding_window: int) -> bool:
+        """Whether a window is longer than what stays exact, so that packing it gains something."""
+        return sliding_window > self.residual_length + formats.TILE_TOKENS
+
+    def quantized(self, tokens: int, quantized: int, residual_length: int | None = None) -> int:
+        """Tokens of a row that belong in tiles (`torch_kvq.formats.quantized_tokens`)."""
+        return formats.quantized_tokens(
+            tokens,
+            quantized,
+            sink_tokens=self.sink_tokens,
+            residual_length=self.residual_length if residual_length is None else residual_length,
+            quantized_start=self.quantized_start,
+        )
+
+    def next_tile(self, quantized: int) -> int:
+        """Fewest tokens at which a row with ``quantized`` tokens in tiles gets another tile.
+
+        Example:
+            >>> RowOptions().next_tile(128)
+            260
+        """
+        whole = quantized // formats.TILE_TOKENS * formats.TILE_TOKENS
+        due = whole + self.window_slots
+        return due if quantized else max(due, self.quantized_start + 1)
+
+
+@dataclass(frozen=True)
+class LayerOptions(RowOptions):
+    """How a packed layer stores its tokens.
+
+    Attributes:
+        key_bits: 2, 3 or 4, or 16 (pass-through).
+        value_bits: 2, 3 or 4, or 16 (pass-through); at most ``key_bits``.
+
+    Example:
+        >>> LayerOptions.parse("4/3").value_bits
+        3
+    """
+
+    key_bits: int
+    value_bits: int
+
+    def __post_init__(self) -> None:
+        formats.check_bits(self.key_bits, self.value_bits)
+        if self.key_bits < self.value_bits:
+            raise ValueError(
+                "key_bits must not be below value_bits, keys are the more sensitive: "
+                f"got key_bits={self.key_bits}, value_bits={self.value_bits}"
+            )
+        super().__post_init__()
 
     @classmethod
     def parse(
@@ -100,12 +172,12 @@ class LayerOptions:
         return cls(
             preset[0] if key_bits is None else key_bits,
             preset[1] if value_bits is None else value_bits,
-            sink_tokens,
-            residual_length,
-            quantized_start,
-            max_cache_len,
-            strict,
-            sliding_window,
+            sink_tokens=sink_tokens,
+            residual_length=residual_length,
+            quantized_start=quantized_start,
+            max_cache_len=max_cache_len,
+            strict=strict,
+            sliding_window=sliding_window,
         )
 
     @property
@@ -116,47 +188,14 @@ class LayerOptions:
         return f"{self.key_bits}/{self.value_bits}"
 
     @property
-    def window_slots(self) -> int:
-        """Slots of the exact buffer that a row with tiles needs."""
-        return self.sink_tokens + self.residual_length + formats.TILE_TOKENS
+    def summary(self) -> str:
+        """The bits, as an argument."""
+        return f"bits={self.bits}"
 
     @property
-    def exact_slots(self) -> int:
-        """Slots of the exact buffer that any row can come to need."""
-        return max(self.window_slots, self.quantized_start)
-
-    def with_max_cache_len(self, max_cache_len: int) -> LayerOptions:
-        """The same options with another capacity."""
-        return replace(self, max_cache_len=max_cache_len)
-
-    def with_sliding_window(self, sliding_window: int) -> LayerOptions:
-        """The same options for a layer with a sliding window."""
-        return replace(self, sliding_window=sliding_window)
-
-    def fits_sliding_window(self, sliding_window: int) -> bool:
-        """Whether a window is longer than what stays exact, so that packing it gains something."""
-        return sliding_window > self.residual_length + formats.TILE_TOKENS
-
-    def quantized(self, tokens: int, quantized: int, residual_length: int | None = None) -> int:
-        """Tokens of a row that belong in tiles (`torch_kvq.formats.quantized_tokens`)."""
-        return formats.quantized_tokens(
-            tokens,
-            quantized,
-            sink_tokens=self.sink_tokens,
-            residual_length=self.residual_length if residual_length is None else residual_length,
-            quantized_start=self.quantized_start,
-        )
-
-    def next_tile(self, quantized: int) -> int:
-        """Fewest tokens at which a row with ``quantized`` tokens in tiles gets another tile.
-
-        Example:
-            >>> LayerOptions(4, 4).next_tile(128)
-            260
-        """
-        whole = quantized // formats.TILE_TOKENS * formats.TILE_TOKENS
-        due = whole + self.window_slots
-        return due if quantized else max(due, self.quantized_start + 1)
+    def kind(self) -> str:
+        """The bits, in words."""
+        return f"{self.bits} bits"
 
 
 def parse_bits(bits: int | str) -> tuple[int, int]:
@@ -177,7 +216,8 @@ def parse_bits(bits: int | str) -> tuple[int, int]:
     return numbers[0], numbers[-1]
 
 
-def _check_count(name: str, value: object, least: int) -> None:
+def check_count(name: str, value: object, least: int) -> None:
+    """Raise unless an option is an int of at least ``least``."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int, got {value!r}")
     if value < least:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
-from torch_kvq.cache.options import LayerOptions
+from torch_kvq.cache.options import LayerOptions, RowOptions
+
+_O = TypeVar("_O", bound=RowOptions)
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class LayerPolicy:
         policy._check_once(policy.skip_layers + tuple(own))
         return policy
 
-    def resolve(self, options: LayerOptions, layers: int) -> list[LayerOptions | None]:
+    def resolve(self, options: _O, layers: int) -> list[_O | None]:
         """Options of every layer of a model, None for those that are not packed.
 
         Args:
@@ -75,14 +78,14 @@ class LayerPolicy:
                         f"{layers} layers, got {layer}"
                     )
         self._check_once(layer % layers for layer in (*self.skip_layers, *self.layer_bits))
-        resolved: list[LayerOptions | None] = [options] * layers
+        resolved: list[_O | None] = [options] * layers
         for layer, bits in self.layer_bits.items():
             resolved[layer] = _with_bits(options, bits)
         for layer in self.skip_layers:
             resolved[layer] = None
         return resolved
 
-    def resolve_one(self, options: LayerOptions, layer: int) -> LayerOptions | None:
+    def resolve_one(self, options: _O, layer: int) -> _O | None:
         """Options of a layer of a model whose number of layers is not known.
 
         Raises:
@@ -96,7 +99,8 @@ class LayerPolicy:
             )
         if layer in self.skip_layers:
             return None
-        return _with_bits(options, self.layer_bits.get(layer, options.bits))
+        bits = self.layer_bits.get(layer)
+        return options if bits is None else _with_bits(options, bits)
 
     def _check_once(self, layers: Iterable[int]) -> None:
         counts = Counter(layers)
@@ -120,8 +124,7 @@ def _bits(layer: int, bits: int | str) -> str:
         raise ValueError(f"layer_bits[{layer}]: {error}") from None
 
 
-def _with_bits(options: LayerOptions, bits: str) -> LayerOptions:
-    if bits == options.bits:
-        return options
+def _with_bits(options: _O, bits: str) -> _O:
     parsed = LayerOptions.parse(bits)
-    return replace(options, key_bits=parsed.key_bits, value_bits=parsed.value_bits)
+    changes: dict[str, Any] = {"key_bits": parsed.key_bits, "value_bits": parsed.value_bits}
+    return replace(options, **changes)

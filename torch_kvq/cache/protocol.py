@@ -8,10 +8,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from torch_kvq.cache.memory import state_bytes, tensor_bytes
+from torch_kvq.cache.memory import tensor_bytes
 from torch_kvq.cache.opaque import outside_graphs
-from torch_kvq.cache.options import LayerOptions
-from torch_kvq.cache.state import LayerState
+from torch_kvq.cache.options import RowOptions
+from torch_kvq.cache.paged import PagedState
 from torch_kvq.cache.static import StaticState
 from torch_kvq.formats import TILE_TOKENS
 
@@ -32,9 +32,9 @@ class CacheLayer:
     is_croppable = True
     supports_early_init = True
 
-    def __init__(self, options: LayerOptions) -> None:
+    def __init__(self, options: RowOptions) -> None:
         self.options = options
-        self.state: LayerState | None = None
+        self.state: PagedState | None = None
         self._pending: tuple[Tensor, Tensor] | None = None
         self._unpacked = False  # a long update waits for its attention before it is packed
         self._length = 0  # positions of a layer that grows, with those kept back
@@ -48,9 +48,11 @@ class CacheLayer:
 
     def lazy_initialization(self, key: Tensor, value: Tensor) -> None:
         """Allocate for keys and values like these, which may have no tokens."""
-        kind = LayerState if self.options.max_cache_len is None else StaticState
-        self.state = kind(key, value, self.options)
+        self.state = self._new_state(key, value)
         self._value_dim = value.shape[3]
+
+    def _new_state(self, key: Tensor, value: Tensor) -> PagedState:
+        raise NotImplementedError
 
     def fork(self: _L) -> _L:
         """Another layer with the same tokens; both go on without regard to each other.
@@ -117,11 +119,16 @@ class CacheLayer:
         if self._pending is None or self.state is None:
             return
         self.state.place(padding)
-        if self.state.is_empty or self._kept_back == 1:
-            self.state.append(*self._pending)
-        else:
-            self._append_chunk(*self._pending)
+        self._store(*self._pending)
         self._pending = None
+
+    def _store(self, key: Tensor, value: Tensor) -> None:
+        """Let the state have tokens that waited for their mask."""
+        assert self.state is not None
+        if self.state.is_empty or key.shape[2] == 1:
+            self.state.append(key, value)
+        else:
+            self._append_chunk(key, value)
 
     def _append_chunk(self, key: Tensor, value: Tensor) -> None:
         """Append tokens of which every query is to have its own exact window."""
@@ -200,7 +207,7 @@ class CacheLayer:
         """Let a static layer have room for ``max_cache_len`` positions."""
         self.options = self.options.with_max_cache_len(max_cache_len)
         if isinstance(self.state, StaticState):
-            self.state.resize(self.options)
+            self.state.resize(max_cache_len)
 
     @property
     def is_empty(self) -> bool:
@@ -270,17 +277,16 @@ class CacheLayer:
         """Bytes that the tokens would take uncompressed, two for each element."""
         if self.state is None:
             return 0
-        layout = self.state.layout
-        heads = self.state.exact_key.shape[1]
-        return self.tokens * heads * (layout.key_dim + layout.value_dim) * 2
+        state = self.state
+        return self.tokens * state.kv_heads * (state.key_dim + state.value_dim) * 2
 
     def memory_parts(self) -> dict[str, int]:
         """Bytes of all tensors that the layer holds, by what they are for."""
-        parts = {} if self.state is None else state_bytes(self.state)
+        parts = {} if self.state is None else self.state.parts()
         if self._pending is not None:
             parts["pending"] = sum(map(tensor_bytes, self._pending))
         return parts
 
     def __repr__(self) -> str:
         name, size = type(self).__name__, sum(self.memory_parts().values())
-        return f"{name}(bits={self.options.bits}, tokens={self.tokens}, bytes={size})"
+        return f"{name}({self.options.summary}, tokens={self.tokens}, bytes={size})"

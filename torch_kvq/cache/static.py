@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_kvq.cache.options import LayerOptions
+from torch_kvq.cache.paged import normal_tensors
 from torch_kvq.cache.pages import BlockTable
 from torch_kvq.cache.room import pages_of
-from torch_kvq.cache.state import LayerState, normal_tensors, quantize_tile_
+from torch_kvq.cache.state import LayerState, quantize_tile_
 from torch_kvq.formats import TILE_TOKENS
 
 # An operator, because inductor 2.13 may otherwise read lengths after they were advanced.
@@ -60,14 +60,14 @@ class StaticState(LayerState):
         """Columns of an attention mask: one for every position that there is room for."""
         return self._capacity
 
-    def knows_padding(self, tokens: int) -> bool:
-        """Whether so many tokens can be stored without a look at their mask.
+    def knows_padding(self, key: Tensor) -> bool:
+        """Whether new keys can be stored without a look at their mask.
 
         A graph does not know whether every row has its first token. It looks whenever tokens come
         as a chunk, and takes a single one to follow others.
         """
         if torch.compiler.is_compiling():
-            return tokens == 1 and not self.is_empty
+            return key.shape[2] == 1 and not self.is_empty
         return self.placed
 
     def check_room(self, tokens: int) -> None:
@@ -98,9 +98,9 @@ class StaticState(LayerState):
             self._settle()
 
     @normal_tensors
-    def resize(self, options: LayerOptions) -> None:
-        """Make room for the ``max_cache_len`` of other options; nothing becomes smaller."""
-        self.options = options
+    def resize(self, max_cache_len: int) -> None:
+        """Make room for ``max_cache_len`` positions; nothing becomes smaller."""
+        self.options = self.options.with_max_cache_len(max_cache_len)
         self.table.resize(max(self._table_width(), self.table.tensor.shape[1]))
         self._resize_exact(max(self._first_slots(), self.slots))
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from torch_kvq._x_ops import quantize_x
+from torch_kvq._x_ops import quantize_x, sum_x
 from torch_kvq.cache.x_layer import XQuantLayer
 from torch_kvq.cache.x_options import XOptions
 from torch_kvq.cache.x_shared import Shared
 from torch_kvq.cache.x_source import Records
+from torch_kvq.formats import PASS_THROUGH_BITS
 from torch_kvq.reference.cross_layer import quantize_difference, sum_of_records
 
 
@@ -43,9 +44,16 @@ class CrossLayer(XQuantLayer):
         bits, axis = self.options.accumulator_bits, self.options.group_axis
         records = self.shared.sum_of(self.ordinal, (first, last))
         if records is None:
-            records = quantize_x(self.decode(first, last)[0], bits, axis)
+            records = self._added(self._sum(first, last), bits)
             self.shared.hand_on(self.ordinal, (first, last), records)
         return Records([records], [bits], axis, self.state.tails[0])
+
+    def _added(self, parts: Records, bits: int) -> Tensor:
+        channels, dtype = parts.exact.shape[2], parts.exact.dtype
+        if PASS_THROUGH_BITS not in (bits, *parts.bits):
+            return sum_x(parts.records, channels, parts.bits, bits, parts.axis)
+        x = sum_of_records(parts.records, channels, parts.bits, parts.axis, dtype)
+        return quantize_x(x, bits, parts.axis)
 
     def decode(self, first: int, last: int) -> list[Tensor]:
         """Packed tokens ``first`` to ``last``, whole pages of them."""

@@ -12,7 +12,7 @@ from torch_kvq._x_ops import dequantize_x, quantize_x
 from torch_kvq.cache.handle import KVQHandle
 from torch_kvq.cache.memory import tensor_bytes
 from torch_kvq.cache.opaque import outside_graphs
-from torch_kvq.cache.protocol import CacheLayer
+from torch_kvq.cache.packed import PackedLayer
 from torch_kvq.cache.x_options import XOptions
 from torch_kvq.cache.x_shared import CosSin, Shared
 from torch_kvq.cache.x_source import Projection, Records, Rotary, Source, Staged, rebuild
@@ -25,7 +25,7 @@ _CHECKED_TOKENS = 4
 """Tokens of an update whose keys and values are compared with those of the model."""
 
 
-class XQuantLayer(CacheLayer):
+class XQuantLayer(PackedLayer):
     """Inputs of one attention layer, packed, from which keys and values are rebuilt.
 
     A hook of the model stages the input before it calls `update` with keys and values, which are
@@ -53,8 +53,6 @@ class XQuantLayer(CacheLayer):
         self.ordinal = ordinal
         self.is_last = is_last
         self.source: Source | None = None
-        self.materialized = 0
-        self.said: set[str] = set()
         self._staged: Staged | None = None
         self._rotary: Rotary | None = None
         self._kind: tuple[Any, ...] = ()
@@ -165,10 +163,9 @@ class XQuantLayer(CacheLayer):
         self, key: Tensor, value: Tensor, is_first: bool = False
     ) -> tuple[KVQHandle, KVQHandle]:
         decoded: list[Tensor] = []
-        layer = cast(Any, self)
         return (
-            KVQHandle(layer, key.detach(), True, self._length, decoded, is_first),
-            KVQHandle(layer, value.detach(), False, self._length, decoded, is_first),
+            KVQHandle(self, key.detach(), True, self._length, decoded, is_first),
+            KVQHandle(self, value.detach(), False, self._length, decoded, is_first),
         )
 
     def flush(self, padding: Tensor | None = None) -> None:
@@ -183,7 +180,10 @@ class XQuantLayer(CacheLayer):
     def _due(self) -> int:
         return int(self.options.due(self.state.length - self.state.quantized))
 
-    def flush_masked(self, attn_mask: Tensor | None, queries: int) -> None:
+    @_eager
+    def flush_attended(
+        self, query: Tensor, attn_mask: Tensor | None, options: dict[str, Any]
+    ) -> None:
         """Pack the tokens that are due, after their attention."""
         self.flush()
         if self.is_last:
@@ -299,7 +299,7 @@ class XQuantLayer(CacheLayer):
             sinks=None if sinks is None else sinks.detach(),
             absorb_value=self.options.absorb_value,
         )
-        self.flush_masked(attn_mask, query.shape[2])
+        self.flush_attended(query, attn_mask, {})
         return out
 
     @_eager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from torch_kvq.cache.options import _check_count
+from torch_kvq.cache.options import check_count
 from torch_kvq.formats import TILE_TOKENS
 
 BITS = (2, 3, 4, 8, 16)
@@ -54,8 +54,8 @@ class XOptions:
             _check_choice(name, getattr(self, name), BITS)
         _check_choice("mode", self.mode, MODES)
         _check_choice("axis", self.axis, AXES)
-        _check_count("residual_length", self.residual_length, least=0)
-        _check_count("first_layers", self.first_layers, least=1)
+        check_count("residual_length", self.residual_length, least=0)
+        check_count("first_layers", self.first_layers, least=1)
 
     @property
     def first_bits(self) -> int:
@@ -66,6 +66,16 @@ class XOptions:
     def group_axis(self) -> str:
         """``"token"`` or ``"channel"``."""
         return "token" if self.axis == "auto" else self.axis
+
+    @property
+    def summary(self) -> str:
+        """The bits, as an argument."""
+        return f"bits={self.bits}"
+
+    @property
+    def kind(self) -> str:
+        """The bits, in words."""
+        return f"{self.bits} bits"
 
     def with_bits(self, bits: int) -> XOptions:
         """The same options with other bits."""

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch_kvq._memory import empty_buffer
 from torch_kvq._x_formats import XFormat
 from torch_kvq.cache.memory import tensor_bytes
+from torch_kvq.cache.paged import normal_tensors
 from torch_kvq.cache.pages import BlockTable, PagePool
-from torch_kvq.cache.state import normal_tensors
 from torch_kvq.formats import PASS_THROUGH_BITS, TILE_TOKENS
 
 _S = TypeVar("_S", bound="XState")

@@ -14,7 +14,8 @@ from transformers.cache_utils import (
 
 from torch_kvq.cache.layer import KVQLayer
 from torch_kvq.cache.memory import MemoryReport, expected_parts
-from torch_kvq.integrations.transformers import KVQCache, decoder_config, head_dims
+from torch_kvq.integrations.transformers import KVQCache
+from torch_kvq.integrations.transformers_layout import decoder_config, head_dims
 
 _ATTENTION_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 
@@ -83,7 +84,7 @@ def kv_heads(config: Any) -> int:
     """Heads of keys and values, from the configuration of a layer."""
     if getattr(config, "multi_query", False) and not config.new_decoder_architecture:
         return 1
-    for name in ("numkv_heads", "num_key_value_heads", "num_attention_heads"):
+    for name in ("num_kv_heads", "num_key_value_heads", "num_attention_heads"):
         heads = getattr(config, name, None)
         if heads:
             return int(heads)

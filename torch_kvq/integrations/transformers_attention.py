@@ -153,7 +153,7 @@ def _first(
             module, query, key.dense(), value.dense(), attention_mask, *args, **kwargs
         )
     mask = _whole_mask(attention_mask, query.shape[2], key.length)
-    key.layer.flush_masked(mask, query.shape[2])
+    key.layer.flush_attended(query, mask, _options(module, query, attention_mask, kwargs))
     return result
 
 

@@ -22,19 +22,20 @@ _NEEDED = ("generation_config", "model_kwargs", "max_cache_length")
 _warned: list[str] = []
 
 
-def install(cache_type: type[Any]) -> None:
+def install(packed_type: type[Any], cache_type: type[Any]) -> None:
     """Let ``generate`` bind packed caches to its model; repeated calls change nothing.
 
     A release of Transformers whose ``generate`` works otherwise is left as it is, with one warning.
 
     Args:
-        cache_type: the class of packed caches.
+        packed_type: the class of all packed caches.
+        cache_type: the class of those that are made by name.
     """
     prepare = getattr(GenerationMixin, _HOOKED, None)
     if hasattr(prepare, "_kvq_original"):
         return
     if prepare is not None and _names(prepare).issuperset(_NEEDED):
-        setattr(GenerationMixin, _HOOKED, _binding(prepare, cache_type))
+        setattr(GenerationMixin, _HOOKED, _binding(prepare, packed_type, cache_type))
     elif not _warned:
         _warned.append(__version__)
         _log.warning(
@@ -49,7 +50,9 @@ def _names(function: Callable[..., Any] | None) -> set[str]:
     return set() if function is None else set(inspect.signature(function).parameters)
 
 
-def _binding(prepare: Callable[..., Any], cache_type: type[Any]) -> Callable[..., Any]:
+def _binding(
+    prepare: Callable[..., Any], packed_type: type[Any], cache_type: type[Any]
+) -> Callable[..., Any]:
     """``_prepare_cache_for_generation`` that binds a packed cache to the model."""
     signature = inspect.signature(prepare)
 
@@ -63,10 +66,10 @@ def _binding(prepare: Callable[..., Any], cache_type: type[Any]) -> Callable[...
         if cache is None and _asks_for_packed(generation_config):
             cache = cache_type(**_options(generation_config))
             generation_config.cache_implementation = generation_config.cache_config = None
-        if isinstance(cache, cache_type):
+        if isinstance(cache, packed_type):
             model_kwargs[name] = _beside_cross_attention(self, cache)
         own = getattr(cache, "self_attention_cache", cache)
-        if isinstance(own, cache_type):
+        if isinstance(own, packed_type):
             own.bind(self, given["max_cache_length"])
         return prepare(self, *args, **kwargs)
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, NoReturn, TypeVar
-
-from transformers.cache_utils import Cache
+from typing import Any, NoReturn, TypeVar, cast
 
 from torch_kvq.cache import aliases
 from torch_kvq.cache.policy import LayerPolicy
@@ -21,14 +19,19 @@ from torch_kvq.cache.x_source import Staged
 from torch_kvq.integrations.estimate import kv_heads
 from torch_kvq.integrations.latent import split_all
 from torch_kvq.integrations.projections import Attachment
-from torch_kvq.integrations.transformers import KVQCache, decoder_config, head_dims, install
+from torch_kvq.integrations.transformers import install
+from torch_kvq.integrations.transformers_layout import (
+    TransformersCache,
+    decoder_config,
+    head_dims,
+)
 
 _log = logging.getLogger("torch_kvq")
 
 _C = TypeVar("_C", bound="XQuantCache")
 
 
-class XQuantCache(KVQCache):
+class XQuantCache(TransformersCache):
     """A Transformers cache of what goes into attention layers, in the place of keys and values.
 
     A layer's input has fewer channels than its keys and values where no heads share them. Keys and
@@ -105,7 +108,10 @@ class XQuantCache(KVQCache):
     ) -> None:
         install()
         aliases.refuse(unknown)
-        self.options = XOptions(
+        self._shared = Shared()
+        self._attachment: Attachment | None = None
+        self.bytes_per_token: dict[str, float] = {}
+        options = XOptions(
             bits,
             mode,
             axis,
@@ -115,17 +121,9 @@ class XQuantCache(KVQCache):
             absorb_value,
             strict,
         )
-        self.policy = LayerPolicy.parse(skip_layers)
-        self.static = self._fits_itself = self._is_laid_out = False
-        self._said: set[str] = set()
-        self._shared = Shared()
-        self._attachment: Attachment | None = None
-        Cache.__init__(self, layers=[])
-        self.bytes_per_token: dict[str, float] = {}
+        self._set_up(cast(Any, options), LayerPolicy.parse(skip_layers), config=config)
         if model is not None:
             self.bind(model)
-        elif config is not None:
-            self._lay_out(config)
 
     def bind(self, model: Any, max_length: int | None = None) -> None:
         """Take the layers of a model and catch their inputs; ``generate`` does this by itself."""
@@ -159,8 +157,8 @@ class XQuantCache(KVQCache):
         if isinstance(layer, XQuantLayer):
             layer.stage(staged)
 
-    def _new_layer(self, options: Any = None) -> Any:
-        return XQuantLayer(self.options, self._shared)
+    def _make_layer(self, options: Any, index: int) -> XQuantLayer:
+        return XQuantLayer(options, self._shared)
 
     def _lay_out(self, config: Any) -> None:
         super()._lay_out(config)
@@ -173,10 +171,10 @@ class XQuantCache(KVQCache):
         layers: list[XQuantLayer] = []
         for index, layer in enumerate(self.layers):
             if isinstance(layer, XQuantLayer):
-                self.layers[index] = self._make_layer(index, layers, len(dims))
+                self.layers[index] = self._layer_of_mode(index, layers, len(dims))
                 layers.append(self.layers[index])
 
-    def _make_layer(self, index: int, below: list[XQuantLayer], count: int) -> XQuantLayer:
+    def _layer_of_mode(self, index: int, below: list[XQuantLayer], count: int) -> XQuantLayer:
         """The next layer that stores its input."""
         options, ordinal = self.options, len(below)
         place = self._shared, ordinal, ordinal == count - 1
@@ -255,8 +253,10 @@ class XQuantCache(KVQCache):
         """Another cache with the same tokens, see `KVQCache.fork`."""
         fork = super().fork()
         fork._shared = self._shared.fork()
-        below = None
-        for layer in fork.packed_layers:
+        below: XQuantLayer | None = None
+        for layer in fork.layers:
+            if not isinstance(layer, XQuantLayer):
+                continue
             layer.shared = fork._shared
             if isinstance(layer, CrossLayer):
                 assert below is not None

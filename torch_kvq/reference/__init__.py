@@ -1,6 +1,7 @@
 """The operators in plain PyTorch: what they mean, on any device, one file per operator."""
 
 from torch_kvq.reference.append import check_append, quantize_tile_
+from torch_kvq.reference.attention_mass import attention_mass
 from torch_kvq.reference.decode import check_records, dequantize_tile
 from torch_kvq.reference.encode import key_balance, quantize_tile
 from torch_kvq.reference.far import dequantize_far, quantize_far
@@ -12,6 +13,7 @@ from torch_kvq.reference.tiered_attention import tiered_attention
 from torch_kvq.reference.x import dequantize_x, quantize_x, sum_x
 
 __all__ = [
+    "attention_mass",
     "check_append",
     "check_records",
     "dequantize_far",

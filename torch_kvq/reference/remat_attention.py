@@ -239,10 +239,12 @@ def remat_attention(
     if attn_mask is not None:
         _checks.check_columns(attn_mask, longest)
     _x_checks.check_tokens(cos, max((max(n - start, 0) for start, n, _ in rows), default=0))
-    dtype = product_dtype(key_weight)
+    raw, dtype = key_weight.dtype, product_dtype(key_weight)
     call = _Call(
-        Source(records, bits, axis, rotate, sizes.key_channels, exact),
-        Source(value_records, value_bits, value_axis, rotate, sizes.value_channels, value_exact)
+        Source(records, bits, axis, rotate, sizes.key_channels, raw, exact),
+        Source(
+            value_records, value_bits, value_axis, rotate, sizes.value_channels, raw, value_exact
+        )
         if value_records
         else None,
         Weights(
