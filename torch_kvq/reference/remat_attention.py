@@ -240,13 +240,15 @@ def remat_attention(
         _checks.check_columns(attn_mask, longest)
     _x_checks.check_tokens(cos, max((max(n - start, 0) for start, n, _ in rows), default=0))
     raw, dtype = key_weight.dtype, product_dtype(key_weight)
+    value_source = None
+    if value_records:
+        channels = sizes.value_channels
+        value_source = Source(
+            value_records, value_bits, value_axis, rotate, channels, raw, value_exact
+        )
     call = _Call(
         Source(records, bits, axis, rotate, sizes.key_channels, raw, exact),
-        Source(
-            value_records, value_bits, value_axis, rotate, sizes.value_channels, raw, value_exact
-        )
-        if value_records
-        else None,
+        value_source,
         Weights(
             key_weight.to(dtype),
             value_weight.to(dtype),
