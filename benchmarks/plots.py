@@ -7,6 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from torch_kvq.cache.tier_map import TierMap
+
 from . import llama_cpp
 from .needle import DEPTHS
 from .recipes import SAME
@@ -116,11 +120,25 @@ def needle() -> Any:
     return figure
 
 
+def tiers() -> Any:
+    """Tiers of the tokens of a layer, by KV head, a panel for each time."""
+    steps: dict[int, list[str]] = {}
+    for row in _table("tiered", "map").rows:
+        steps.setdefault(row["step"], []).append(row["tiers"])
+    figure, panels = _figure(rows=len(steps), size=(11, 2.3 * len(steps)))
+    for axes, (step, heads) in zip(panels, steps.items(), strict=True):
+        tokens = torch.tensor([[int(tier) for tier in head] for head in heads])
+        title = f"SmolLM2, a layer after {step} decoded tokens" if step else "after the prompt"
+        TierMap(tokens).plot(axes, title=title)
+    return figure
+
+
 FIGURES: dict[str, Callable[[], Any]] = {
     "speed": speed,
     "accuracy": accuracy,
     "memory": memory,
     "needle": needle,
+    "tiers": tiers,
 }
 
 
