@@ -122,14 +122,19 @@ def needle() -> Any:
 
 def tiers() -> Any:
     """Tiers of the tokens of a layer, by KV head, a panel for each time."""
-    steps: dict[int, list[str]] = {}
-    for row in _table("tiered", "map").rows:
-        steps.setdefault(row["step"], []).append(row["tiers"])
-    figure, panels = _figure(rows=len(steps), size=(11, 2.3 * len(steps)))
+    table = _table("tiered", "map")
+    steps: dict[int, list[list[int]]] = {}
+    for row in table.rows:
+        steps.setdefault(row["step"], []).append([int(tier) for tier in row["tiers"]])
+    figure, panels = _figure(rows=len(steps), size=(11, 2.5 * len(steps)))
+    last = max(len(row["tiers"]) for row in table.rows)
     for axes, (step, heads) in zip(panels, steps.items(), strict=True):
-        tokens = torch.tensor([[int(tier) for tier in head] for head in heads])
-        title = f"SmolLM2, a layer after {step} decoded tokens" if step else "after the prompt"
-        TierMap(tokens).plot(axes, title=title)
+        title = f"after {step} decoded tokens" if step else "after the prompt"
+        TierMap(torch.tensor(heads)).plot(axes, title=title)
+        # The legend is where the label would be.
+        axes.set(xlim=(-0.5, last - 0.5), xlabel="")
+    figure.suptitle(table.title)
+    figure.supxlabel("token")
     return figure
 
 
