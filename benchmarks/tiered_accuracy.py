@@ -16,6 +16,7 @@ from torch_kvq.cache.tier_map import FAR, NEAR, PROMOTED
 
 from .model import continuation
 from .report import Check, Column, Table
+from .retrieval import PROMOTION, cache_name
 from .trial import Divergence, Trial
 
 LEAST_COSINE = 0.995
@@ -150,9 +151,9 @@ class Reader:
         found = Divergence.of(logits, trial.exact, trial.ids[0, 1:])
         return {"mean": found.mean, "agreement": found.agreement}
 
-    def tiered(self, far: str, promote: Any) -> dict[str, float]:
+    def tiered(self, far: str, **options: Any) -> dict[str, float]:
         """The same for tiers, with the rate of promotions."""
-        cache = TieredCache(far=far, promote=promote)
+        cache = TieredCache(far=far, **options)
         found = self.divergence(cache)
         heads = sum(layer.state.kv_heads for layer in cache.tiered_layers if layer.state)
         rate = cache.promoted / (heads * self.trial.ids.shape[1])
@@ -175,9 +176,10 @@ def table(model: Any, ids: Tensor, past: int) -> Table:
         sizes: dict[str, float] = {"worst": min(cosines), "cosine": sum(cosines) / len(cosines)}
         for dim in (64, 128):
             sizes[f"bytes_{dim}"], sizes[f"ratio_{dim}"] = bytes_per_token(far, dim)
-        for promote in (False, "sync"):
-            name = f"TieredCache({far=}, {promote=})"
-            rows.append({"name": name, **({} if promote else sizes), **reader.tiered(far, promote)})
+        for options in PROMOTION:
+            found = reader.tiered(far, **options)
+            shown = {} if options["promote"] else sizes
+            rows.append({"name": cache_name(far, options), **shown, **found})
     rows.append({"name": "KVQCache(bits=4)", **reader.divergence(KVQCache(4))})
     return Table("accuracy", "Accuracy and bytes, SmolLM2", COLUMNS, rows)
 

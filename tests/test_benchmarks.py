@@ -203,16 +203,16 @@ def test_retrieval_has_to_take_promotion() -> None:
     def verdicts(exact: int, bare: int, promoted: int, rate: float) -> list[bool]:
         rows = [
             {"name": "exact", "found": exact},
-            {"name": "bare", "found": bare},
-            {"name": "promoted", "found": promoted, "rate": rate},
+            {"name": "bare", "found": bare, "promotes": False},
+            {"name": "promoted", "found": promoted, "promotes": True, "rate": rate},
         ]
         return [check.passed for check in retrieval.checks(Table("", "", [], rows))]
 
     assert verdicts(64, 40, 63, 0.05) == [True] * 4
     assert verdicts(63, 40, 63, 0.05) == [False, True, True, True]
-    assert verdicts(64, 40, 62, 0.05) == [True, False, True, True]
-    assert verdicts(64, 40, 64, 0.06) == [True, True, False, True]
-    assert verdicts(64, 60, 64, 0.05) == [True, True, True, False]
+    assert verdicts(64, 60, 64, 0.05) == [True, False, True, True]
+    assert verdicts(64, 40, 62, 0.05) == [True, True, False, True]
+    assert verdicts(64, 40, 64, 0.06) == [True, True, True, False]
 
 
 def test_map_of_tiers_in_digits(monkeypatch: pytest.MonkeyPatch) -> None:
