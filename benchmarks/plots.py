@@ -7,6 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from torch_kvq.cache.tier_map import TierMap
+
 from . import llama_cpp
 from .needle import DEPTHS
 from .recipes import SAME
@@ -116,11 +120,30 @@ def needle() -> Any:
     return figure
 
 
+def tiers() -> Any:
+    """Tiers of the tokens of a layer, by KV head, a panel for each time."""
+    table = _table("tiered", "map")
+    steps: dict[int, list[list[int]]] = {}
+    for row in table.rows:
+        steps.setdefault(row["step"], []).append([int(tier) for tier in row["tiers"]])
+    figure, panels = _figure(rows=len(steps), size=(11, 2.5 * len(steps)))
+    last = max(len(row["tiers"]) for row in table.rows)
+    for axes, (step, heads) in zip(panels, steps.items(), strict=True):
+        title = f"after {step} decoded tokens" if step else "after the prompt"
+        TierMap(torch.tensor(heads)).plot(axes, title=title)
+        # The legend is where the label would be.
+        axes.set(xlim=(-0.5, last - 0.5), xlabel="")
+    figure.suptitle(table.title)
+    figure.supxlabel("token")
+    return figure
+
+
 FIGURES: dict[str, Callable[[], Any]] = {
     "speed": speed,
     "accuracy": accuracy,
     "memory": memory,
     "needle": needle,
+    "tiers": tiers,
 }
 
 

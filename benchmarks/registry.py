@@ -17,7 +17,7 @@ BENCHMARKS: dict[str, str] = {
     "quality": "what packing does to the predictions of a real model",
     "needle": "whether lookups in a long text find the same token",
     "attention": "one attention call over packed tokens against PyTorch's",
-    "tiers": "one attention call over exact near and compressed far tokens",
+    "tiered": "near and far tokens: accuracy, bytes, retrieval and one attention call",
     "encode": "storing tokens: appended one by one, and as a prompt",
     "loop": "what a decoding step costs beside its arithmetic, eager and compiled",
     "memory": "what a process grows by against what the cache reports",

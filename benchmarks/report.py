@@ -19,7 +19,10 @@ from typing import Any, Literal
 from .environment import ROOT
 
 RESULTS = Path(__file__).parent / "results"
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "accuracy.md", ROOT / "docs" / "performance.md")
+DOCUMENTS = (
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("accuracy", "performance", "tiers")),
+)
 IMAGES = ROOT / "docs" / "images"
 _BLOCK = re.compile(r"(<!-- begin (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

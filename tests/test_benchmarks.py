@@ -14,9 +14,22 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from benchmarks import adaptq, attention, generate, llama_cpp, registry, report, run
+from benchmarks import (
+    adaptq,
+    attention,
+    generate,
+    llama_cpp,
+    registry,
+    report,
+    retrieval,
+    run,
+    tiered,
+    tiered_accuracy,
+)
+from benchmarks.attention import Shape
 from benchmarks.registry import sdpa
 from benchmarks.report import Table
+from torch_kvq.cache.tiered_cache import TieredCache
 
 
 def test_pass_keys_are_where_the_questions_ask() -> None:
@@ -150,3 +163,82 @@ def test_documents_say_which_table_is_not_measured(capsys: pytest.CaptureFixture
     filled = report.render(f"{begin}<!-- end -->")
     assert filled.startswith(f"{begin}Not measured: generate.json has no table 'nothing'")
     assert "'nothing'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("topic", retrieval.TOPICS)
+def test_facts_have_the_weight_only_when_they_are_asked_for(topic: str) -> None:
+    task = retrieval.Task.make(512, topic)
+    for number, (layer, head, place) in enumerate(task.places.tolist()):
+        heads = slice(head * retrieval.GROUP, (head + 1) * retrieval.GROUP)
+        query = task.queries[layer, 0, heads]
+        scores = query @ task.key[layer, 0, head, : task.tokens].T
+        first = task.tokens + number * retrieval.QUESTION
+        assert (scores[:, first : first + retrieval.QUESTION].argmax(-1) == place).all()
+        assert (scores[:, : task.tokens].argmax(-1) == place).float().mean() < 0.5
+    assert task.found(retrieval.exact(task)) == retrieval.FACTS
+
+
+def test_answers_are_read_from_the_last_query_of_a_question() -> None:
+    """An attention that knows the values is right, and one that knows those of before is not."""
+    task = retrieval.Task.make(256, "peaked")
+    steps = [0]
+
+    def attend(shift: int) -> retrieval.Attend:
+        steps[0] = -1
+
+        def answer(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            steps[0] += layer == 0
+            last = steps[0] and steps[0] % retrieval.QUESTION == 0
+            number = max(steps[0] - 1, 0) // retrieval.QUESTION
+            out = task.values[(number + shift) % retrieval.FACTS]
+            return out.expand(1, query.shape[1], 1, -1) if last else torch.zeros_like(query)
+
+        return answer
+
+    assert task.found(attend(0)) == retrieval.FACTS
+    assert task.found(attend(1)) == 0
+
+
+def test_retrieval_has_to_take_promotion() -> None:
+    def verdicts(exact: int, bare: int, promoted: int, rate: float) -> list[bool]:
+        rows = [
+            {"name": "exact", "found": exact},
+            {"name": "bare", "found": bare, "promotes": False},
+            {"name": "promoted", "found": promoted, "promotes": True, "rate": rate},
+        ]
+        return [check.passed for check in retrieval.checks(Table("", "", [], rows))]
+
+    assert verdicts(64, 40, 63, 0.05) == [True] * 4
+    assert verdicts(63, 40, 63, 0.05) == [False, True, True, True]
+    assert verdicts(64, 60, 64, 0.05) == [True, False, True, True]
+    assert verdicts(64, 40, 62, 0.05) == [True, True, False, True]
+    assert verdicts(64, 40, 64, 0.06) == [True, True, True, False]
+
+
+def test_map_of_tiers_in_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiered_accuracy, "MAPPED_LAYER", 0)
+    cache = TieredCache(promote=False)
+    cache.update(*torch.randn(2, 1, 2, 400, 64), 0)
+    cache.layers[0].attend(torch.randn(1, 4, 400, 64), is_causal=True)
+    rows = tiered_accuracy.map_rows(cache, step=7)
+    assert [(row["step"], row["head"], len(row["tiers"])) for row in rows] == [
+        (7, 0, 400),
+        (7, 1, 400),
+    ]
+    for row, tiers in zip(rows, cache.tier_map(0).tiers, strict=True):
+        assert row["far"] + row["near"] + row["returned"] == 400
+        assert row["far"] == row["tiers"].count("0") == int((tiers == 0).sum()) > 0
+
+
+def test_speed_of_tiers_by_shape() -> None:
+    shape, tier = Shape(32, 8, 128, 1024), tiered.torch_kvq.cpu_capabilities().active
+    rows = [
+        {"name": tiered.contestant_name("fp8-int4", tier), "minimum": 2.0},
+        {"name": tiered.contestant_name("tile4", tier), "minimum": 1.0},
+        {"name": tiered.PLAIN_KERNEL, "minimum": 4.0},
+    ]
+    (row,) = tiered.summary([shape], [Table("", "", [], rows)]).rows
+    assert row["name"] == str(shape)
+    assert row[f"fp8-int4, {tiered.PLAIN_KERNEL}"] == 2
+    assert row[f"tile4, {tiered.PLAIN_KERNEL}"] == 4
+    assert row["tile4, SDPA float16"] is None

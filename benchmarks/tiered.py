@@ -1,7 +1,11 @@
-"""Attention over two tiers, one decoding step on one thread, data not in the caches."""
+"""A cache of two tiers: accuracy and bytes, retrieval, and the speed of its attention.
+
+The speed is that of one decoding step on one thread, with data that are not in the caches.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,20 +20,24 @@ from tests.tiers import TieredState
 from torch_kvq import formats, reference
 from torch_kvq._memory import empty_buffer
 
-from . import environment, timing, yardstick
+from . import environment, retrieval, tiered_accuracy, timing, yardstick
 from .attention import Shape
-from .registry import PLAIN_KERNEL, sdpa
+from .model import model_and_text
+from .registry import PLAIN_KERNEL, available_baselines, sdpa
 from .report import Check, Column, Report, Table
 from .timing import Contestant
 
 SHAPES = (
     Shape(32, 8, 128, 1024),
     Shape(32, 8, 128, 4096),
+    Shape(32, 8, 128, 8192),
+    Shape(32, 8, 128, 16384),
     Shape(32, 8, 128, 32768),
     Shape(8, 8, 128, 4096),
     Shape(9, 3, 64, 4096),
 )
-LEAST_COSINE = 0.995
+BASELINES = ("SDPA float16", PLAIN_KERNEL)
+"""What the tiers are timed against."""
 
 COLUMNS = [
     Column("name", "attention"),
@@ -90,21 +98,39 @@ class Tiers:
         return self.state.clone()._replace(**copies)
 
 
+@torch.inference_mode()
 def run(quick: bool = False) -> Report:
-    """Check, then time, both formats on every shape."""
+    """Accuracy and retrieval, then the speed of both formats on every shape."""
     torch.set_num_threads(1)
+    past, new = (512, 16) if quick else (1920, 128)
+    mapped, steps = (320, 64) if quick else (896, 64)
+    context = 2048 if quick else 4096
     shapes = SHAPES[:2] if quick else SHAPES
-    checks = [check for far in tiers.FORMATS for check in gate(shapes[1], far)]
-    tables: list[Table] = []
+    model, ids = model_and_text(past + new)
+    accuracy = tiered_accuracy.table(model, ids[:, : past + new], past)
+    peaked, flat = (retrieval.table(context, topic) for topic in retrieval.TOPICS)
+    tables = [
+        accuracy,
+        peaked,
+        flat,
+        tiered_accuracy.tier_map(model, ids[:, : mapped + 2 * steps], mapped),
+    ]
+    checks = tiered_accuracy.checks(accuracy) + retrieval.checks(peaked)
+    checks += [check for far in tiers.FORMATS for check in gate(shapes[1], far)]
     if all(check.passed for check in checks):
-        tables = [measure(shape, 5 if quick else 30) for shape in shapes]
+        speed = [measure(shape, 5 if quick else 30) for shape in shapes]
+        tables += [summary(shapes, speed), *speed]
     settings = {
-        "data": "random keys with uneven channels; query, near keys and values float16",
+        "model": f"SmolLM2-135M-Instruct, float32: {past} tokens of Python's documentation, then "
+        f"{new} more, one by one; cosines over its recorded queries, keys and values",
+        "bytes": f"{tiered_accuracy.TOKENS} tokens of a 16-bit model, everything in memory counted",
+        "retrieval": retrieval.SETTING,
+        "data": "for the speed: random keys with uneven channels; query and near tokens float16",
         "near": "a tenth of the tokens, those of the greatest weight; a fifth more slots",
         "shapes": "query heads / KV heads / head dim, one row, one query",
         PLAIN_KERNEL: yardstick.missing() or "float16 keys and values, compiled for this machine",
     }
-    return Report("tiers", environment.describe(), settings, checks, tables)
+    return Report("tiered", environment.describe(), settings, checks, tables)
 
 
 def gate(shape: Shape, far: str) -> list[Check]:
@@ -119,7 +145,8 @@ def gate(shape: Shape, far: str) -> list[Check]:
         checks.append(Check(f"{far}, {tier}", head_error(out, wanted), BUDGET["exact"]))
     loss = 1 - float(torch.cosine_similarity(wanted, exact(shape, query), -1).min())
     if far == "fp8-int4":
-        checks.append(Check("fp8-int4, 1 - cosine of the worst head", loss, 1 - LEAST_COSINE))
+        limit = 1 - tiered_accuracy.LEAST_COSINE
+        checks.append(Check("fp8-int4, 1 - cosine, worst head of random keys", loss, limit))
     return checks
 
 
@@ -130,34 +157,62 @@ def exact(shape: Shape, query: Tensor) -> Tensor:
 
 
 def measure(shape: Shape, repeats: int) -> Table:
-    """Time both formats and the plain kernel on a shape."""
+    """Time both formats and the baselines on a shape."""
     contestants, sizes = [], {}
     for far in tiers.FORMATS:
         layer = Tiers(shape, far)
         for tier in torch_kvq.cpu_capabilities().available:
             if tier in ("scalar", "reference"):
                 continue
-            name = f"tiered_attention {far}, {tier}"
+            name = contestant_name(far, tier)
             contestants.append(Contestant(name, layer.calls(), tier))
             sizes[name] = layer.nbytes
-    if not yardstick.missing():
-        key, value = (x.half() for x in make_tokens(shape.case()))
-        copies = timing.cold_copies(lambda: (key.clone(), value.clone()), 2 * key.nbytes)
-        query = make_query(shape.case()).half()
-        calls = [partial(yardstick.attend, query, *copy) for copy in copies]
-        contestants.append(Contestant(PLAIN_KERNEL, calls))
-        sizes[PLAIN_KERNEL] = 2 * key.nbytes
+    key, value = (x.half() for x in make_tokens(shape.case()))
+    query = make_query(shape.case()).half()
+    copies = timing.cold_copies(lambda: (key.clone(), value.clone()), 2 * key.nbytes)
+    for baseline in available_baselines():
+        if baseline.name in BASELINES:
+            calls = [partial(baseline.attend, query, *copy) for copy in copies]
+            contestants.append(Contestant(baseline.name, calls))
+            sizes[baseline.name] = 2 * key.nbytes
     times = timing.interleaved(contestants, repeats)
-    plain = times[PLAIN_KERNEL].minimum if PLAIN_KERNEL in times else float("nan")
+    plain = times[PLAIN_KERNEL].minimum if PLAIN_KERNEL in times else None
     rows = [
         {
             "name": item.name,
             "median": times[item.name].median,
             "iqr": times[item.name].iqr,
             "minimum": times[item.name].minimum,
-            "speedup": plain / times[item.name].minimum,
+            "speedup": plain and plain / times[item.name].minimum,
             "bytes": sizes[item.name] / (shape.tokens * shape.kv_heads),
         }
         for item in contestants
     ]
     return Table(shape.name, f"Two tiers, {shape}", COLUMNS, rows, is_speed=True)
+
+
+def contestant_name(far: str, tier: str) -> str:
+    """What the tables call a format on an instruction set."""
+    return f"tiered_attention {far}, {tier}"
+
+
+def summary(shapes: Sequence[Shape], measured: Sequence[Table]) -> Table:
+    """How many times as long the baselines take as both formats, minima, on every shape."""
+    tier = torch_kvq.cpu_capabilities().active
+    columns = [Column("name", "shape")]
+    columns += [
+        Column(f"{far}, {name}", f"{far}, x of {name}", ".2f")
+        for far in tiers.FORMATS
+        for name in BASELINES
+    ]
+    rows = []
+    for shape, table in zip(shapes, measured, strict=True):
+        times = {row["name"]: row["minimum"] for row in table.rows}
+        row: dict[str, Any] = {"name": str(shape)}
+        for far in tiers.FORMATS:
+            own = times.get(contestant_name(far, tier))
+            for name in BASELINES:
+                row[f"{far}, {name}"] = times[name] / own if own and name in times else None
+        rows.append(row)
+    title = f"Two tiers on {tier} against float16"
+    return Table("summary", title, columns, rows, is_speed=True)
