@@ -13,20 +13,24 @@ import torch
 from torch import Tensor
 
 from torch_kvq import _x_checks
-from torch_kvq.formats import TILE_TOKENS
+from torch_kvq.formats import PASS_THROUGH_BITS, TILE_TOKENS
 
 BLOCK_TOKENS = 512
 """Tokens whose keys and values exist at a time."""
 
 
 class Source(NamedTuple):
-    """Where the cached inputs of keys or of values are: records, then exact tokens."""
+    """Where the cached inputs of keys or of values are: records, then exact tokens.
+
+    Records of 16 bits hold the dtype ``raw``.
+    """
 
     records: Sequence[Tensor]
     bits: Sequence[int]
     axis: str
     rotate: bool
     channels: int
+    raw: torch.dtype
     exact: Tensor | None = None
 
     def read(self, row: int, first: int, end: int, dtype: torch.dtype) -> Tensor:
@@ -35,9 +39,10 @@ class Source(NamedTuple):
         wide = dtype if len(self.records) == 1 else torch.float32
         total: Tensor | None = None
         for part, bits in zip(self.records, self.bits, strict=True):
+            read = self.raw if bits == PASS_THROUGH_BITS else wide
             decoded = torch.ops.kvq.dequantize_x(
-                part[row : row + 1, pages], self.channels, bits, self.axis, self.rotate, wide
-            )[0]
+                part[row : row + 1, pages], self.channels, bits, self.axis, self.rotate, read
+            )[0].to(wide)
             total = decoded if total is None else total.add_(decoded)
         assert total is not None
         return total[: end - first].to(dtype)
@@ -186,8 +191,9 @@ def remat_kv(
     )
     batch, tokens = records[0].shape[0], records[0].shape[1] * TILE_TOKENS
     _x_checks.check_tokens(cos, tokens)
-    source = Source(records, bits, axis, rotate, sizes.key_channels)
-    value_source = Source(value_records, value_bits, value_axis, rotate, sizes.value_channels)
+    source = Source(records, bits, axis, rotate, sizes.key_channels, key_weight.dtype)
+    value_source = Source(value_records, value_bits, value_axis, rotate, sizes.value_channels,
+                          key_weight.dtype)  # fmt: skip
     dtype = product_dtype(key_weight)
     weights = Weights(key_weight.to(dtype), value_weight.to(dtype), key_bias, value_bias, key_norm,
                       norm_eps, cos, sin, sizes, Scratch())  # fmt: skip

@@ -241,8 +241,16 @@ def remat_attention(
     _x_checks.check_tokens(cos, max((max(n - start, 0) for start, n, _ in rows), default=0))
     dtype = product_dtype(key_weight)
     call = _Call(
-        Source(records, bits, axis, rotate, sizes.key_channels, exact),
-        Source(value_records, value_bits, value_axis, rotate, sizes.value_channels, value_exact)
+        Source(records, bits, axis, rotate, sizes.key_channels, key_weight.dtype, exact),
+        Source(
+            value_records,
+            value_bits,
+            value_axis,
+            rotate,
+            sizes.value_channels,
+            key_weight.dtype,
+            value_exact,
+        )  # fmt: skip
         if value_records
         else None,
         Weights(
