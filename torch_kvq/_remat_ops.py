@@ -93,9 +93,9 @@ def remat_kv(
     """Rematerialise keys and values from the cached inputs of a layer.
 
     An input is the sum of its decoded records: one, or an accumulator and a difference. Weights
-    act on the input itself, whose rotation is undone while it is decoded: that costs a hundredth of
-    a matrix product and spares a rotated copy of the weights. float16 weights are multiplied in
-    float32 on the CPU.
+    act on the input itself, whose rotation is undone while it is decoded: that costs one to four
+    hundredths of a matrix product and spares a rotated copy of the weights. float16 weights are
+    multiplied in float32 on the CPU. There are no gradients.
 
     Args:
         records: one or more of uint8 ``[batch, pages, record_bytes]``, see `quantize_x`; those of

@@ -69,6 +69,8 @@ CASES = (
     Case("bits8", bits=(8,), value_axis="channel", value_channels=64, rotary=32),
     Case("bits16", bits=(16,), rotary=32),
     Case("bits16-half", bits=(16,), dtype=torch.bfloat16, bias=True),
+    Case("bits16-float16", bits=(16,), dtype=torch.float16, rotary=32),
+    Case("sum-raw", bits=(16, 4), dtype=torch.bfloat16, bias=True),
     Case("float16", dtype=torch.float16, bias=True, rotary=32, norm=True),
     Case("bfloat16", dtype=torch.bfloat16, bias=True, rotary=32, norm=True),
     Case("bfloat16-plain", dtype=torch.bfloat16, bias=True),
