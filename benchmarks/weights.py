@@ -58,8 +58,11 @@ def with_weights(model: Any, weights: str) -> Any:
     )
 
     if weights == WEIGHTS:
-        # PyTorch's kernel for int8 weights alone is fast for bfloat16 only.
-        quantize_(model.bfloat16(), Int8WeightOnlyConfig())
+        # PyTorch's kernel for int8 weights alone is fast for bfloat16 only. Buffers stay: rotary
+        # frequencies in bfloat16 are off by whole positions in a long context.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16()
+        quantize_(model, Int8WeightOnlyConfig())
     else:
         quantize_(model, Int8DynamicActivationInt8WeightConfig())
     return model
