@@ -69,18 +69,14 @@ def with_weights(model: Any, weights: str) -> Any:
 
 
 def compiled(model: Any) -> Callable[..., Any]:
-    """The model's step, whose weights are constants and are not looked at again."""
-    step: Callable[..., Any] = torch.compile(
-        model.forward,
-        fullgraph=True,
-        options={
-            "freezing": True,
-            "guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe,
-        },
-    )
+    """The model's step, whose weights are not looked at again."""
+    options = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+    step: Callable[..., Any] = torch.compile(model.forward, fullgraph=True, options=options)
     return step
 
 
+# Among the options of torch.compile, freezing leaves quantised weights as they are.
+@torch._inductor.config.patch(freezing=True)
 @torch.no_grad()
 def run(quick: bool = False) -> Report:
     """Decode with all weights and both caches, and report how fast if the predictions are right."""
