@@ -12,7 +12,6 @@ from torch_kvq.cache.packed import PackedLayer
 from torch_kvq.cache.promotion import LayerPromotion
 from torch_kvq.cache.tier_options import TierOptions
 from torch_kvq.cache.tiered_state import TieredState
-from torch_kvq.formats import MAX_CANDIDATES
 
 _attention = torch.ops.kvq.tiered_attention.default
 
@@ -105,7 +104,7 @@ class TieredLayer(PackedLayer):
         self._format = {
             "far": options.far,
             "sink_tokens": options.sink_tokens,
-            "candidates": min(_CANDIDATES, MAX_CANDIDATES),
+            "candidates": _CANDIDATES,
         }
 
     def update(
