@@ -30,7 +30,7 @@ class QueryBlock {
   QueryBlock(const Kernels& kernels, const Plan& plan, int64_t item);
 
  protected:
-  // Tiles between one that is attended to and the one that is prefetched into the second cache.
+  // Tiles between one that is attended to and the one that is prefetched meanwhile.
   static constexpr int64_t kAhead = 2;
 
   int64_t query_of(int r) const { return (first_ + r) / plan_.group; }
