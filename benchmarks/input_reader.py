@@ -181,7 +181,10 @@ class Reader:
         return self.row(packed_cache(bits), cache, sizes, KVQ_CUTS)
 
     def recipe_row(self, recipe: Recipe) -> dict[str, Any]:
-        """A recipe with as many exact tokens as a cache of layer inputs has."""
+        """A recipe with as many exact tokens as a cache of layer inputs has.
+
+        It is counted without a byte to spare, unlike the caches, whose room is really allocated.
+        """
         window = Window(f"last {RESIDUAL} to {RESIDUAL + TILE_TOKENS - 1}", 0, _packed, _packed)
         cache = filled(recipe.cache(window), self.trial.tokens)
         packed = self.fp16_bytes * recipe.bits / 16
