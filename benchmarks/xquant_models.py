@@ -15,7 +15,7 @@ from torch_kvq import KVQCache, XQuantCache
 VOCABULARY = 1024
 BITS = 4
 MODES = ("x", "cl", "latent")
-FIRST_LAYERS = 1
+FIRST_LAYERS = 2
 """Layers of ``"cl"`` that store their input: the usual three are most of a small model."""
 
 EXACT, PACKED = "DynamicCache", f"KVQCache(bits={BITS})"
