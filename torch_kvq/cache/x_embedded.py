@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -36,10 +34,9 @@ class EmbeddedLayer(XQuantLayer):
         return [staged.ids.to(torch.int32).unsqueeze(-1)]
 
     def _matches(self, staged: Staged) -> bool:
-        assert self.source is not None
         if staged.ids is None or staged.ids.shape != staged.x.shape[:2]:
             return False
-        made = self.source.embedded(staged.ids)
+        made = self._bound().embedded(staged.ids)
         return made is not None and torch.equal(made, staged.x)
 
     def _store_inputs(self) -> None:
@@ -77,7 +74,11 @@ class EmbeddedLayer(XQuantLayer):
         return [self._inputs()] if self._by_number else super()._whole()
 
     def _inputs(self, tokens: slice = slice(None)) -> Tensor:
-        assert self.source is not None
-        made: Any = self.source.embedded(self.state.recent[0][:, tokens].squeeze(-1))
-        assert made is not None
-        return made.to(self._like.dtype)
+        ids = self.state.recent[0][:, tokens].squeeze(-1)
+        made = self._bound().embedded(ids.to(self._like.device))
+        if made is None:
+            raise ValueError(
+                f"the embedding of {self._name} is gone or is not that of the tokens held: a cache "
+                "belongs to one model"
+            )
+        return made.to(ids.device, self._like.dtype)

@@ -94,7 +94,7 @@ class XQuantLayer(PackedLayer):
             ValueError: no input was staged, or it does not fit.
         """
         staged = self._take_staged(key)
-        x = staged.x.detach()
+        x, _ = self._detached(staged.x, key)
         if self._home is not None:
             self.prefetch()
         self.flush()
@@ -148,11 +148,10 @@ class XQuantLayer(PackedLayer):
 
     def _compare(self, staged: Staged, key: Tensor, value: Tensor) -> None:
         """Compare the last new keys and values with those that the input gives."""
-        assert self.source is not None
         last = slice(-_CHECKED_TOKENS, None)
         cos_sin = None if staged.cos_sin is None else _last(staged.cos_sin, last)
         x, key, value = staged.x.detach(), key.detach(), value.detach()
-        self.source.settle(x[:, last], key[:, :, last], value[:, :, last], cos_sin)
+        self._bound().settle(x[:, last], key[:, :, last], value[:, :, last], cos_sin)
         self._unchecked -= 1
 
     def _parts_of(self, staged: Staged) -> list[Tensor]:
@@ -222,10 +221,22 @@ class XQuantLayer(PackedLayer):
         packed = self.decode(0, self.state.quantized)
         return [torch.cat(pair, 1) for pair in zip(packed, recent, strict=True)]
 
+    def _bound(self) -> Source:
+        """The attention module.
+
+        Raises:
+            ValueError: there is none yet.
+        """
+        if self.source is None:
+            raise ValueError(
+                "the cache is not bound to a model, which it needs for this: call "
+                "cache.bind(model), as generate() does"
+            )
+        return self.source
+
     def _projection(self) -> Projection:
-        assert self.source is not None
         _, _, kv_heads, key_dim, value_dim, _ = self._kind
-        return self.source.projection(kv_heads, (key_dim, value_dim))
+        return self._bound().projection(kv_heads, (key_dim, value_dim))
 
     def _cos_sin(self) -> CosSin | None:
         rotary, like = self._rotary, self._like
@@ -272,9 +283,11 @@ class XQuantLayer(PackedLayer):
 
         Raises:
             ValueError: no tokens, or arguments that do not fit the layer.
+            NotImplementedError: the layer was offloaded since its last update.
         """
-        if self.state is None or self.source is None:
-            raise ValueError("attend() needs tokens and a model, use the cache with generate()")
+        if self.state is None:
+            raise ValueError("attend() needs tokens, use the cache with generate()")
+        self._check_resident()
         if precision != "exact":
             raise ValueError(f"precision must be 'exact', got {precision!r}")
         if attn_mask is not None and attn_mask.dim() < 4:
@@ -308,7 +321,9 @@ class XQuantLayer(PackedLayer):
 
         Raises:
             RuntimeError: the layer is strict.
+            NotImplementedError: the layer was offloaded since its last update.
         """
+        self._check_resident()
         if self.options.strict:
             raise RuntimeError(
                 "strict=True: whole keys and values were asked for, by an attention that does not "
