@@ -96,8 +96,12 @@ class _Hook:
     def __deepcopy__(self, memo: Any) -> Any:
         return _do_nothing
 
-    def __reduce__(self) -> str:
-        return "_do_nothing"
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing, ()
+
+
+def _nothing() -> Callable[..., None]:
+    return _do_nothing
 
 
 def _do_nothing(*args: Any) -> None:
