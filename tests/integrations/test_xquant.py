@@ -208,6 +208,10 @@ def test_without_a_model() -> None:
         tiny_model("llama")(PROMPT, past_key_values=lossless())
 
 
+class Quantised(torch.Tensor):
+    """As libraries for quantised weights have them."""
+
+
 def test_models_that_cannot_be_served() -> None:
     with pytest.raises(ValueError, match="T5ForConditionalGeneration has an encoder"):
         lossless(model=tiny_model("t5"))
@@ -222,6 +226,12 @@ def test_models_that_cannot_be_served() -> None:
     want = model.generate(PROMPT, **GREEDY)
     assert torch.equal(model.generate(PROMPT, past_key_values=cache, **GREEDY), want)
     assert len(cache.packed_layers) == 1
+    weight = tiny_model("llama").model.layers[1].self_attn.k_proj.weight
+    for odd in (weight.to(torch.int8), weight.detach().as_subclass(Quantised)):
+        model = copy.deepcopy(tiny_model("llama"))
+        model.model.layers[1].self_attn.k_proj.weight = torch.nn.Parameter(odd, False)
+        with pytest.raises(ValueError, match="layers.1.self_attn .* of torch.* as a weight"):
+            lossless(model=model)
     model = copy.deepcopy(tiny_model("llama"))
     model.model.layers[1].self_attn.k_proj.register_forward_hook(lambda *args: 2 * args[-1])
     with pytest.raises(ValueError, match="layers.1.self_attn .*in a way that is not known"):
@@ -240,16 +250,40 @@ def test_frequencies_that_change_are_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["qwen3", "gpt2"])
-def test_half_precision(name: str, dtype: torch.dtype) -> None:
+def test_half_precision(name: str, mode: str, dtype: torch.dtype) -> None:
     model = copy.deepcopy(tiny_model(name)).to(dtype)
     results = []
     with torch.no_grad():
-        for cache in (DynamicCache(), lossless(model=model)):
+        for cache in (DynamicCache(), lossless(mode, model=model)):
             model(PROMPT, past_key_values=cache)
             results.append(model(PROMPT[:, :5], past_key_values=cache).logits.float())
     want, got = results
     assert (got - want).norm() / want.norm() < (0.01 if dtype == torch.float16 else 0.06)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_default_device_changes_nothing(mode: str) -> None:
+    """As in a block that makes a model without memory."""
+    model = tiny_model("llama", num_hidden_layers=3)
+    rows = torch.tensor([0, 0])
+
+    @torch.no_grad()
+    def run() -> list[torch.Tensor]:
+        cache = lossless(mode, model=model)
+        model(PROMPT, past_key_values=cache)
+        cache.reorder_cache(rows)
+        cache.crop(-50)
+        copies = [cache, copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), cache.fork()]
+        copies[2].bind(model)
+        ids = PROMPT[:, :30].expand(2, -1)
+        return [model(ids, past_key_values=held).logits for held in copies]
+
+    want = run()
+    with torch.device("meta"):
+        got = run()
+    assert all(map(torch.equal, got, want))
 
 
 def test_gradients_stop_and_it_says_so_once(caplog: pytest.LogCaptureFixture) -> None:

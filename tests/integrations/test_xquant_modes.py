@@ -17,8 +17,9 @@ from transformers import DynamicCache
 
 from tests.models import tiny_config, tiny_model, token_ids
 from torch_kvq import XQuantCache, cross_layer_similarity
-from torch_kvq.cache import x_cross, x_layer
+from torch_kvq.cache import x_cross, x_embedded, x_source
 from torch_kvq.cache.x_cross import CrossLayer
+from torch_kvq.cache.x_embedded import EmbeddedLayer
 from torch_kvq.reference.cross_layer import quantize_difference
 
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values`:FutureWarning")
@@ -47,14 +48,13 @@ def logits(model: Any, cache: Any) -> torch.Tensor:
     return torch.cat([model(step, past_key_values=cache).logits for step in STEPS.split(1, 1)], 1)
 
 
+@pytest.mark.parametrize("axis", ["token", "channel"])
 @pytest.mark.parametrize("mode", MODES)
-def test_more_bits_are_nearer(mode: str) -> None:
+def test_more_bits_are_nearer(mode: str, axis: str) -> None:
     model = deep()
     exact = logits(model, DynamicCache())
-    errors = [
-        float((logits(model, short(bits, mode, model=model)) - exact).norm() / exact.norm())
-        for bits in (2, 3, 4, 8)
-    ]
+    caches = [short(bits, mode, axis=axis, model=model) for bits in (2, 3, 4, 8)]
+    errors = [float((logits(model, cache) - exact).norm() / exact.norm()) for cache in caches]
     assert errors == sorted(errors, reverse=True)
     # Of "cl", the first layers and the sums stay at 4 bits.
     assert 0 < errors[-1] < (0.1 if mode == "cl" else 0.05)
@@ -105,14 +105,14 @@ def test_differences_are_to_what_decoding_sees(
 
     monkeypatch.setattr(CrossLayer, "_encode", noted)
     read: dict[int, torch.Tensor] = {}
-    attend = x_layer.remat_attention
+    attend = x_source.remat_attention
 
     def read_records(query: Any, records: Any, *args: Any, **options: Any) -> Any:
         if len(records) == 2:
             read[len(read) % 3 + 1] = records[0]
         return attend(query, records, *args, **options)
 
-    monkeypatch.setattr(x_layer, "remat_attention", read_records)
+    monkeypatch.setattr(x_source, "remat_attention", read_records)
     with torch.no_grad():
         for ids in (*PROMPT.split(chunk, 1), STEPS, PROMPT[:, :60]):
             model(ids, past_key_values=cache)
@@ -187,6 +187,35 @@ def test_first_layer_by_token() -> None:
     gpt2 = short(4, "x", model=deep("gpt2"))
     logits(deep("gpt2"), gpt2)
     assert gpt2.layers[0].memory_parts()["pages"] > 0
+
+
+@pytest.mark.parametrize("queries", [1, 40])
+def test_inputs_of_token_numbers_exist_in_blocks(
+    queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which gives what all of them at once give."""
+    model = deep()
+    mask = torch.ones(2, 200 + queries, dtype=torch.int64)
+    mask[0, :70] = 0
+    logits, sizes = [], []
+    inputs = EmbeddedLayer._inputs
+
+    def noted(layer: EmbeddedLayer, *args: Any) -> torch.Tensor:
+        made = inputs(layer, *args)
+        sizes.append(made.shape[1])
+        return made
+
+    monkeypatch.setattr(EmbeddedLayer, "_inputs", noted)
+    for block in (10_000, 64):
+        monkeypatch.setattr(x_embedded, "_BLOCK_TOKENS", block)
+        cache = short(4, "x", model=model)
+        with torch.no_grad():
+            model(PROMPT.repeat(2, 1), attention_mask=mask[:, :200], past_key_values=cache)
+            sizes.clear()
+            ids = PROMPT[:, :queries].repeat(2, 1)
+            logits.append(model(ids, attention_mask=mask, past_key_values=cache).logits)
+    assert sizes == [64, 64, 64, 8 + queries]
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
 def test_mode_of_fewest_bytes(caplog: pytest.LogCaptureFixture) -> None:

@@ -104,6 +104,26 @@ class Caches(RuleBasedStateMachine):
         seen = mask[:, -tokens:].bool()
         torch.testing.assert_close(got[seen], want[seen], rtol=1e-3, atol=1e-3)
 
+    @rule(which=WHICH, tokens=strategies.sampled_from([1, 70]), layer=strategies.integers(0, 2))
+    def fail_between_layers(self, which: int, tokens: int, layer: int) -> None:
+        """An error ends a call of the model; what went in is cut."""
+        held = self.pick(which)
+        if held.length + tokens > LONGEST:
+            return
+
+        def fail(*args: Any) -> None:
+            raise KeyboardInterrupt
+
+        hook = self.model.model.layers[layer].mlp.register_forward_pre_hook(fail)
+        new = torch.ones(len(held.padding), tokens, dtype=torch.int64)
+        with pytest.raises(KeyboardInterrupt), torch.no_grad():
+            self.model(new, past_key_values=held.cache)
+        hook.remove()
+        if layer < 2:
+            with pytest.raises(ValueError, match="was interrupted"), torch.no_grad():
+                self.model(new, past_key_values=held.cache)
+        held.cache.crop(held.length)
+
     @rule(which=WHICH, depth=strategies.sampled_from([1, 5, 40, 64, 120, 400]))
     def crop(self, which: int, depth: int) -> None:
         held = self.pick(which)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -10,6 +13,9 @@ from torch_kvq.cache.x_layer import XQuantLayer
 from torch_kvq.cache.x_source import Records, Staged
 from torch_kvq.cache.x_state import Stream, XState
 from torch_kvq.formats import PASS_THROUGH_BITS
+
+_BLOCK_TOKENS = 2048
+"""Tokens whose inputs exist at a time."""
 
 
 class EmbeddedLayer(XQuantLayer):
@@ -60,11 +66,15 @@ class EmbeddedLayer(XQuantLayer):
             return super().handed_on(first, last)
         return self._exactly(self._inputs(slice(first, last)))
 
-    def _stored(self) -> list[Records]:
+    def _parts(self, queries: int) -> Iterator[list[Records]]:
+        """Blocks of tokens: of numbers, the inputs would take what is saved elsewhere."""
         if not self._by_number:
-            return super()._stored()
-        x = self._inputs()
-        return [self._exactly(x[:, :0])._replace(exact=x)]
+            yield from super()._parts(queries)
+            return
+        ends = [*range(_BLOCK_TOKENS, self.state.length - queries, _BLOCK_TOKENS)]
+        for first, end in itertools.pairwise([0, *ends, self.state.length]):
+            x = self._inputs(slice(first, end))
+            yield [self._exactly(x[:, :0])._replace(exact=x)]
 
     def _exactly(self, x: Tensor) -> Records:
         records = quantize_x(x, PASS_THROUGH_BITS)

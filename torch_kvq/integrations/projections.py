@@ -45,6 +45,12 @@ class AttentionSource:
                     f"{self.name} has a projection of the type {type(projection).__name__}: its "
                     "weights are not known, a cache of layer inputs serves Linear and Conv1D"
                 )
+            weight = projection.weight
+            if type(weight) not in (Tensor, nn.Parameter) or weight.dtype not in _TOLERANCE:
+                raise ValueError(
+                    f"{self.name} has a {type(weight).__name__} of {weight.dtype} as a weight: a "
+                    "cache of layer inputs serves plain float32, float16 and bfloat16; use KVQCache"
+                )
 
     @property
     def module(self) -> nn.Module:
