@@ -62,7 +62,7 @@ def named(scenario: Scenario) -> str:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=named)
 def test_llama(scenario: Scenario, mode: str) -> None:
-    load = replace(BRIEF, new_tokens=70) if scenario is from_one_token else BRIEF
+    load = replace(BRIEF, new_tokens=50) if scenario is from_one_token else BRIEF
     model = tiny_model("llama", num_hidden_layers=3)
     cache = lossless(mode, model=model, strict=True)
     want = expected(scenario, "llama", load, num_hidden_layers=3)
