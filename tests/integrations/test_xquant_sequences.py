@@ -212,5 +212,5 @@ TestInputs = Caches.TestCase
 TestDifferences = Differences.TestCase
 TestLatents = Latents.TestCase
 TestInputs.settings = TestDifferences.settings = TestLatents.settings = settings(
-    SETTINGS, max_examples=6, stateful_step_count=25
+    SETTINGS, max_examples=10, stateful_step_count=25
 )
