@@ -125,10 +125,10 @@ class Held:
         return Held(make(self.cache), copy.deepcopy(self.rows), self.waiting)
 
 
-def check_tokens(held: Held) -> None:
-    """A cache holds what its rows say."""
+def check_lengths(held: Held) -> None:
+    """A cache has the lengths that its rows say."""
     assert int(held.cache.get_seq_length()) == held.length
-    for index, layer in enumerate(held.cache.layers):
+    for layer in held.cache.layers:
         assert layer.materialized == 0
         if not held.rows:
             assert layer.is_empty
@@ -136,6 +136,12 @@ def check_tokens(held: Held) -> None:
         assert layer.tokens == sum(held.length - row.start for row in held.rows)
         lengths = layer.state.lengths.tolist()
         assert [row[:2] for row in lengths] == [[row.start, held.stored] for row in held.rows]
+
+
+def check_tokens(held: Held) -> None:
+    """A cache holds what its rows say."""
+    check_lengths(held)
+    for index, layer in enumerate(held.cache.layers):
         for i, row in enumerate(held.rows):
             ids = row.ids[row.start : held.stored]
             whole = tokens_of([ids], index)

@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 from hypothesis import settings, strategies
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch import Tensor
 
 from tests.rows import (
     BITS,
@@ -61,11 +62,23 @@ class Caches(RuleBasedStateMachine):
 
     @initialize(rows=ROWS, padding=PADDING)
     def begin(self, rows: int, padding: tuple[float, ...]) -> None:
-        cache = type(self).make_cache(16, **RULE, **self.options)
-        cache.layers = [KVQLayer(bits, **RULE, **self.options) for bits in BITS]
-        self.held.append(Held(cache))
+        self.held.append(Held(self.new_cache()))
         self.append(0, 130, rows)
         self.attend(0, padding)
+
+    def new_cache(self) -> Any:
+        """A cache of two layers."""
+        cache = type(self).make_cache(16, **RULE, **self.options)
+        cache.layers = [KVQLayer(bits, **RULE, **self.options) for bits in BITS]
+        return cache
+
+    def check_held(self, held: Held) -> None:
+        """A cache holds what its rows say."""
+        check_tokens(held)
+
+    def check_outputs(self, outputs: list[Tensor], want: list[Tensor]) -> None:
+        """Attention of both layers; only the first is lossless."""
+        torch.testing.assert_close(outputs[0], want[0], rtol=1e-4, atol=1e-4)
 
     def pick(self, which: int) -> Held:
         return self.held[which % len(self.held)]
@@ -76,8 +89,9 @@ class Caches(RuleBasedStateMachine):
         tokens = min(tokens, LONGEST - held.length)
         if not tokens:
             return
-        held.rows = held.rows or [Row() for _ in range(rows)]
         held.settle()
+        if not held.length:
+            held.rows = [Row() for _ in range(rows)]
         if any(row.start >= held.length for row in held.rows):
             held.waiting = tokens
         for row in held.rows:
@@ -107,11 +121,12 @@ class Caches(RuleBasedStateMachine):
         query = vocabulary()[0, 0, : len(held.rows) * queries].view(-1, queries, HEADS, DIM)
         query = query.transpose(1, 2)
         with self.appending(held):
-            out, _ = (layer.attend(query, mask) for layer in held.cache.layers)
-        whole = tokens_of([row.ids for row in held.rows], 0)
-        want = torch.nn.functional.scaled_dot_product_attention(query, *whole, attn_mask=mask)
+            outputs = [layer.attend(query, mask) for layer in held.cache.layers]
+        whole = [tokens_of([row.ids for row in held.rows], index) for index in range(len(BITS))]
+        attention = torch.nn.functional.scaled_dot_product_attention
+        want = [attention(query, *tokens, attn_mask=mask) for tokens in whole]
         has_keys = mask.any(-1, keepdim=True)
-        torch.testing.assert_close(out * has_keys, want * has_keys, rtol=1e-4, atol=1e-4)
+        self.check_outputs([x * has_keys for x in outputs], [x * has_keys for x in want])
 
     @rule(
         which=WHICH,
@@ -127,7 +142,7 @@ class Caches(RuleBasedStateMachine):
         depth = min(depth, held.length)
         length = held.length - depth
         held.settle()
-        with no_decoding():
+        with self.cutting():
             held.cache.crop(length if is_absolute and length else -depth)
         for i, row in enumerate(held.rows):
             quantized = [int(state.lengths[i, formats.QUANTIZED]) for state in held.states]
@@ -188,7 +203,7 @@ class Caches(RuleBasedStateMachine):
         held = self.pick(which)
         with no_decoding():
             self.held.append(held.copy(lambda cache: cache.fork()))
-        if not self.options:
+        if "max_cache_len" not in self.options:
             for mine, other in zip(self.held[-1].states, held.states, strict=True):
                 assert mine.table.pool is other.table.pool
 
@@ -212,13 +227,17 @@ class Caches(RuleBasedStateMachine):
     def check(self) -> None:
         """Check all caches: none may see what another does."""
         for held in self.held:
-            check_tokens(held)
+            self.check_held(held)
         states = [state for held in self.held for state in held.states]
         known = {id(pool) for pool in self.pools}
         pools = {id(state.table.pool): state.table.pool for state in states}
         self.pools += [pool for key, pool in pools.items() if key not in known]
         for pool in self.pools:
             check_pages(pool, [state for state in states if state.table.pool is pool])
+
+    def cutting(self) -> Any:
+        """What a block that cuts must not do."""
+        return no_decoding()
 
     @contextlib.contextmanager
     def appending(self, held: Held) -> Iterator[None]:

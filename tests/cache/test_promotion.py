@@ -250,3 +250,22 @@ def test_the_map_is_drawn() -> None:
     (axes,) = figure.axes
     assert axes.get_xlabel() == "token" and axes.get_ylabel() == "KV head"
     assert axes.images[0].get_array().shape == (HEADS, 500)
+
+
+@pytest.mark.parametrize("promote", ["sync", True])
+def test_a_cache_that_was_cut_to_nothing_takes_another_batch(promote: Any) -> None:
+    cache, layer = filled(normal(2, 1, HEADS, 300, DIM), [0], promote=promote)
+    cache.crop(-300)
+    data = normal(2, 3, HEADS, 200, DIM)
+    step(layer, data, [0, 0, 0])
+    archive = cache.promotion.archive.layer(0)
+    assert (archive.rows, archive.tokens) == (3, 200)
+    check(layer, data, [0, 0, 0])
+
+
+def test_updates_without_attention_are_archived_once() -> None:
+    data = normal(2, 1, HEADS, 400, DIM)
+    cache = TieredCache(archive_in_memory=True)
+    for part in data.split([150, 150, 1, 99], 3):
+        cache.update(*part, layer_idx=0)
+    assert cache.promotion.archive.layer(0).tokens == cache.get_seq_length() == 400

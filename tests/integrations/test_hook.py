@@ -16,7 +16,7 @@ from transformers.generation.utils import GenerationMixin
 
 from tests.integrations.scenarios import inputs
 from tests.models import tiny_config, tiny_model, token_ids
-from torch_kvq import KVQCache
+from torch_kvq import KVQCache, TieredCache, XQuantCache, _extension
 from torch_kvq.integrations import transformers_generate
 
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values`:FutureWarning")
@@ -46,6 +46,55 @@ def test_cache_by_name(backend: str) -> None:
     assert cache.options.residual_length == 10
     assert torch.equal(tokens, model.generate(PROMPT, **GREEDY))
     assert options["backend"] == backend, "the caller's dict is not consumed"
+
+
+@pytest.mark.skipif(not _extension.is_compiled, reason="an archive is compiled")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"far": "tile4", "promote": "sync", "margin": -20.0, "cooldown": 1},
+        {"archive_in_memory": True},
+        {"promote": False},
+    ],
+    ids=str,
+)
+def test_two_tiers_by_name(options: dict[str, Any]) -> None:
+    model = tiny_model("llama")
+    given = {"near_ratio": 1.0, "quantized_kv_start": 80, "residual_length": 10, **options}
+    tokens, cache = made_by(model, **named({"backend": "kvq-tiered", **given}))
+    assert type(cache) is TieredCache and cache.options.far == options.get("far", "fp8-int4")
+    assert cache.options.residual_length == 10 and cache.options.quantized_start == 80
+    assert (cache.promotion is None) == (options.get("promote") is False)
+    assert cache.layers[1].state.lengths[0, 2] > 0
+    assert torch.equal(tokens, model.generate(PROMPT, **GREEDY))
+
+
+@pytest.mark.parametrize("mode", ["x", "cl", "latent"])
+def test_layer_inputs_by_name(mode: str) -> None:
+    model = tiny_model("llama")
+    options = {"backend": "kvq-x", "nbits": 16, "mode": mode, "residual_length": 10}
+    tokens, cache = made_by(model, **named(options))
+    assert type(cache) is XQuantCache and (cache.mode, cache.options.bits) == (mode, 16)
+    assert cache.layers[1].state.quantized == 64
+    assert torch.equal(tokens, model.generate(PROMPT, **GREEDY))
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "error", "message"),
+    [
+        ("kvq-tiered", {"nbits": 4}, TypeError, "'nbits'"),
+        ("kvq-tiered", {"q_group_size": 64}, ValueError, "no meaning for backend 'kvq-tiered'"),
+        ("kvq-tiered", {"far": "int8"}, ValueError, "far must be"),
+        ("kvq-x", {"far": "tile4"}, TypeError, "'far'"),
+        ("kvq-x", {"q_group_size": 64}, ValueError, "'kvq-x': every 64 elements have a scale"),
+        ("kvq-x", {"nbits": 5}, ValueError, "bits must be one of"),
+    ],
+)
+def test_options_that_another_backend_has(
+    backend: str, options: dict[str, Any], error: type, message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        tiny_model("llama").generate(PROMPT, **named({"backend": backend, **options}), **GREEDY)
 
 
 def test_cache_by_name_takes_all_options() -> None:
@@ -96,7 +145,12 @@ def test_no_cache_is_made_where_none_is_wanted() -> None:
 
 @pytest.mark.parametrize(
     ("cache_config", "backend"),
-    [(None, "quanto"), ({"nbits": 4}, "quanto"), ({"backend": "hqq"}, "hqq")],
+    [
+        (None, "quanto"),
+        ({"nbits": 4}, "quanto"),
+        ({"backend": "hqq"}, "hqq"),
+        ({"backend": "kvq-z"}, "kvq-z"),
+    ],
     ids=str,
 )
 def test_other_quantised_caches_are_transformers_own(

@@ -1,4 +1,4 @@
-"""Names that other quantised caches give to the options of `KVQCache`."""
+"""Names that other quantised caches give to the options of those here."""
 
 from __future__ import annotations
 
@@ -17,24 +17,28 @@ _SAME = {
 }
 
 _PER_TOKEN = "every token of a tile has its own scale"
-_WITHOUT_MEANING = {
-    "axis_key": _PER_TOKEN,
-    "axis_value": _PER_TOKEN,
-    "q_group_size": _PER_TOKEN,
-    "kv_group_size": _PER_TOKEN,
-}
+_PER_GROUP = "every 64 elements have a scale, and axis says along what they run"
+_WITHOUT_MEANING = ("axis_key", "axis_value", "q_group_size", "kv_group_size")
 
 _FROM_MODEL = ("compute_dtype", "device")
 
 
-def translate(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `KVQCache` from the ``cache_config`` of a ``generate`` call.
+_SAME_IN = {
+    "kvq": _SAME,
+    "kvq-tiered": {"quantized_kv_start": "quantized_start", "residual_length": "window"},
+    "kvq-x": {"nbits": "bits", "kv_bits": "bits"},
+}
+
+
+def translate(options: Mapping[str, Any], backend: str = "kvq") -> dict[str, Any]:
+    """Arguments of a cache from the ``cache_config`` of a ``generate`` call.
 
     An option that is None counts as not given. Dtype and device are the model's, so they are
     accepted and ignored, with a line at level INFO.
 
     Args:
-        options: by the names of `KVQCache`, of Transformers' quantised caches or of MLX.
+        options: by the names of the cache, of Transformers' quantised caches or of MLX.
+        backend: which cache: ``"kvq"``, ``"kvq-tiered"`` or ``"kvq-x"``.
 
     Raises:
         ValueError: an option without a meaning, or two names of one that differ.
@@ -42,7 +46,10 @@ def translate(options: Mapping[str, Any]) -> dict[str, Any]:
     Example:
         >>> translate({"nbits": "4/3", "quantized_kv_start": 128})
         {'bits': '4/3', 'quantized_start': 128}
+        >>> translate({"far": "tile4", "residual_length": 64}, "kvq-tiered")
+        {'far': 'tile4', 'window': 64}
     """
+    same = _SAME_IN[backend]
     arguments: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for name, value in options.items():
@@ -50,13 +57,13 @@ def translate(options: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if name in _WITHOUT_MEANING:
             raise ValueError(
-                f"cache_config[{name!r}] has no meaning for backend 'kvq': "
-                f"{_WITHOUT_MEANING[name]}, got {value!r}"
+                f"cache_config[{name!r}] has no meaning for backend {backend!r}: "
+                f"{_PER_GROUP if backend == 'kvq-x' else _PER_TOKEN}, got {value!r}"
             )
         if name in _FROM_MODEL:
             _log.info("cache_config[%r]=%s is ignored: it is the model's", name, value)
             continue
-        argument = _SAME.get(name, name)
+        argument = same.get(name, name)
         if argument in arguments and not _agree(argument, arguments[argument], value):
             raise ValueError(
                 f"cache_config[{sources[argument]!r}] and cache_config[{name!r}] are one option, "
@@ -73,7 +80,7 @@ def refuse(unknown: Mapping[str, Any]) -> None:
         if name in _SAME:
             advice = f"say {_SAME[name]}={value!r}"
         elif name in _WITHOUT_MEANING:
-            advice = f"it has no meaning here, {_WITHOUT_MEANING[name]}"
+            advice = f"it has no meaning here, {_PER_TOKEN}"
         elif name in _FROM_MODEL:
             advice = "it is the model's"
         elif name == "backend":

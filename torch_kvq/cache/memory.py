@@ -8,51 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_kvq.cache.options import LayerOptions
-from torch_kvq.cache.room import pages_of, pages_of_prompt
-from torch_kvq.formats import TILE_TOKENS, TileFormat
-
 
 def tensor_bytes(tensor: Tensor) -> int:
     """Bytes of the elements of a tensor."""
     return tensor.numel() * tensor.element_size()
-
-
-def expected_parts(
-    options: LayerOptions,
-    batch: int,
-    kv_heads: int,
-    key_dim: int,
-    value_dim: int,
-    itemsize: int,
-    tokens: int,
-) -> dict[str, int]:
-    """Bytes of a layer, by what they are for, after a prompt without padding in one call.
-
-    Args:
-        options: how the layer stores tokens.
-        batch: rows.
-        kv_heads: heads of keys and values.
-        key_dim: channels of a key.
-        value_dim: channels of a value.
-        itemsize: bytes of an element of the model's dtype.
-        tokens: tokens of each row.
-    """
-    layout = TileFormat(key_dim, value_dim, options.key_bits, options.value_bits, itemsize)
-    if options.max_cache_len is not None:
-        columns = pages_of(options.quantized(options.max_cache_len, 0))
-        pages, slots = batch * columns, min(options.max_cache_len, options.exact_slots)
-    else:
-        pages, columns = pages_of_prompt(options, batch, tokens)
-        most = options.window_slots if columns else options.exact_slots
-        slots = max(min(tokens, most), min(tokens + max(tokens // 8, TILE_TOKENS), most))
-    return {
-        "tiles": pages * kv_heads * layout.record_bytes,
-        "exact": batch * kv_heads * slots * (key_dim + value_dim) * itemsize,
-        "balance": batch * kv_heads * key_dim * 4,
-        "block table": batch * columns * 4,
-        "lengths": batch * 3 * 4,
-    }
 
 
 @dataclass(frozen=True)
@@ -64,7 +23,7 @@ class MemoryReport:
         fp16_bytes: bytes that the tokens held would take uncompressed, two for each element.
         parts: ``total_bytes`` by what they are for: tiles, exact tokens, balance, block table,
             lengths, tokens that wait for their attention, layers of Transformers; near and far
-            tokens, and an archive in memory.
+            tokens, and an archive in memory; pages of layer inputs and their positions.
         tokens: tokens of the longest layer, all rows, without left padding.
         by_layer: the parts of every layer, empty for one that holds nothing.
         disk_bytes: bytes of an archive in a file, which ``total_bytes`` leaves out.

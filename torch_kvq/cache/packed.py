@@ -115,7 +115,8 @@ class PackedLayer(CacheLayer):
             self.lazy_initialization(key, value)
         assert self.state is not None
         if self.state.knows_padding(key):
-            return self.update(key, value)
+            # Not that of a subclass, which would be called twice for these tokens.
+            return PackedLayer.update(self, key, value)
         self.state.check_room(key.shape[2])
         self._pending = self._detached(key, value)
         self._length = self.state.visible_length + key.shape[2]

@@ -14,6 +14,28 @@ from torch_kvq.cache.promoter import Promoter
 from torch_kvq.cache.tiered_state import TieredState
 
 
+def keeps_archive(
+    promote: bool | Literal["sync"],
+    path: str | Path | None = None,
+    budget: int | None = None,
+    in_memory: bool = False,
+) -> bool:
+    """Whether a cache with these arguments has an archive, see `Promotion.make`.
+
+    Raises:
+        ValueError: ``promote`` is something else, or an archive is described that there is not to
+            be.
+    """
+    if promote not in (True, False, "sync"):
+        raise ValueError(f"promote must be True, False or 'sync', got {promote!r}")
+    if not promote and (path is not None or budget is not None or in_memory):
+        raise ValueError(
+            f"promote=False keeps no archive, got archive={path!r}, archive_budget={budget}, "
+            f"archive_in_memory={in_memory}"
+        )
+    return bool(promote)
+
+
 class Promotion:
     """Archive and promoter of a cache.
 
@@ -63,14 +85,7 @@ class Promotion:
             >>> Promotion.make(False) is None
             True
         """
-        if promote not in (True, False, "sync"):
-            raise ValueError(f"promote must be True, False or 'sync', got {promote!r}")
-        if not promote:
-            if path is not None or budget is not None or in_memory:
-                raise ValueError(
-                    f"promote=False keeps no archive, got archive={path!r}, "
-                    f"archive_budget={budget}, archive_in_memory={in_memory}"
-                )
+        if not keeps_archive(promote, path, budget, in_memory):
             return None
         options = {"cooldown": cooldown, "budget": promotions, "margin": margin}
         archive = Archive(path, budget=budget, in_memory=in_memory)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch_kvq.cache.options import LayerOptions
+from torch_kvq.cache.options import RowOptions
 from torch_kvq.formats import TILE_TOKENS
 
 _GROWTH = 8
@@ -40,11 +40,11 @@ def widened(pages: int) -> int:
     return pages + pages // _GROWTH
 
 
-def pages_behind_window(options: LayerOptions, tokens: int, quantized: int) -> int:
+def pages_behind_window(options: RowOptions, tokens: int, quantized: int) -> int:
     """Pages of a row, from its first, that no later query attends to.
 
     Example:
-        >>> pages_behind_window(LayerOptions(4, 4, sliding_window=1000), 2000, quantized=1856)
+        >>> pages_behind_window(RowOptions(sliding_window=1000), 2000, quantized=1856)
         14
     """
     if options.sliding_window is None:
@@ -53,11 +53,11 @@ def pages_behind_window(options: LayerOptions, tokens: int, quantized: int) -> i
     return min(max(behind, 0), quantized) // TILE_TOKENS
 
 
-def pages_of_prompt(options: LayerOptions, batch: int, tokens: int) -> tuple[int, int]:
+def pages_of_prompt(options: RowOptions, batch: int, tokens: int) -> tuple[int, int]:
     """Pages of a growing layer's pool after a prompt without padding, and columns of its table.
 
     Example:
-        >>> pages_of_prompt(LayerOptions(4, 4), batch=2, tokens=2000)
+        >>> pages_of_prompt(RowOptions(), batch=2, tokens=2000)
         (60, 33)
     """
     pool = used = columns = quantized = freed = 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch_kvq import formats
 from torch_kvq.cache.options import RowOptions, check_count
+from torch_kvq.formats import TILE_TOKENS
 
 _LEAST_HEADROOM = 12
 _HEADROOM = 12
@@ -74,6 +75,15 @@ class TierOptions(RowOptions):
     def kept_slots(self, chosen: int) -> int:
         """Near slots for sinks, chosen tokens and those that come back."""
         return self.sink_tokens + chosen + max(chosen // _HEADROOM, _LEAST_HEADROOM)
+
+    def spare_slots(self, recent: int, left: int) -> int:
+        """Near slots for tokens to come, beside those of so many recent ones.
+
+        Args:
+            recent: tokens that are near because they are recent.
+            left: tokens to come before a row gets its next tile.
+        """
+        return max(min(left, max(recent // 8, TILE_TOKENS)), 0)
 
     def fits(self, kept: int, chosen: int) -> bool:
         """Whether so many slots still leave half of the room for tokens that come back."""

@@ -129,8 +129,7 @@ class TieredBuffers(PagedState):
         return min(start + self.options.next_tile(used) for start, *_, used in rows)
 
     def _spare(self, recent: int, length: int) -> int:
-        """Slots for tokens to come: until a row gets its next tile, or for a part of the recent."""
-        return max(min(self.limit - length, max(recent // 8, TILE_TOKENS)), 0)
+        return self.options.spare_slots(recent, self.limit - length)
 
     @normal_tensors
     def _fit(self, tokens: int, kept: int = 0) -> None:

@@ -116,6 +116,13 @@ class TieredLayer(PackedLayer):
             self.promotion.append(key.detach(), value.detach())
         return handles
 
+    def lazy_initialization(self, key: Tensor, value: Tensor) -> None:
+        """Allocate for keys and values like these, which may have no tokens."""
+        super().lazy_initialization(key, value)
+        if self.promotion is not None:
+            # One that was cut to nothing may have had other rows.
+            self.promotion.reset()
+
     def _new_state(self, key: Tensor, value: Tensor) -> TieredState:
         return TieredState(key, value, self.options)
 

@@ -106,7 +106,7 @@ def install() -> None:
     """Teach Transformers about packed caches; repeated calls find new attention functions."""
     transformers_attention.install()
     CacheLayerMixin.register(PackedLayer)
-    transformers_generate.install(TransformersCache, KVQCache)
+    transformers_generate.install(TransformersCache)
 
 
 install()

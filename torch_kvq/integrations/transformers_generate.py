@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import logging
 from collections.abc import Callable, Mapping
@@ -17,25 +18,27 @@ from torch_kvq.cache import aliases
 _log = logging.getLogger("torch_kvq")
 
 _HOOKED = "_prepare_cache_for_generation"
+BACKENDS = {"kvq": "KVQCache", "kvq-tiered": "TieredCache", "kvq-x": "XQuantCache"}
+"""Classes of `torch_kvq` by what ``cache_config`` calls them."""
+
 _NEEDED = ("generation_config", "model_kwargs", "max_cache_length")
 
 _warned: list[str] = []
 
 
-def install(packed_type: type[Any], cache_type: type[Any]) -> None:
+def install(packed_type: type[Any]) -> None:
     """Let ``generate`` bind packed caches to its model; repeated calls change nothing.
 
     A release of Transformers whose ``generate`` works otherwise is left as it is, with one warning.
 
     Args:
         packed_type: the class of all packed caches.
-        cache_type: the class of those that are made by name.
     """
     prepare = getattr(GenerationMixin, _HOOKED, None)
     if hasattr(prepare, "_kvq_original"):
         return
     if prepare is not None and _names(prepare).issuperset(_NEEDED):
-        setattr(GenerationMixin, _HOOKED, _binding(prepare, packed_type, cache_type))
+        setattr(GenerationMixin, _HOOKED, _binding(prepare, packed_type))
     elif not _warned:
         _warned.append(__version__)
         _log.warning(
@@ -50,9 +53,7 @@ def _names(function: Callable[..., Any] | None) -> set[str]:
     return set() if function is None else set(inspect.signature(function).parameters)
 
 
-def _binding(
-    prepare: Callable[..., Any], packed_type: type[Any], cache_type: type[Any]
-) -> Callable[..., Any]:
+def _binding(prepare: Callable[..., Any], packed_type: type[Any]) -> Callable[..., Any]:
     """``_prepare_cache_for_generation`` that binds a packed cache to the model."""
     signature = inspect.signature(prepare)
 
@@ -64,7 +65,7 @@ def _binding(
         generation_config, model_kwargs = given["generation_config"], given["model_kwargs"]
         name, cache = _given_cache(model_kwargs)
         if cache is None and _asks_for_packed(generation_config):
-            cache = cache_type(**_options(generation_config))
+            cache = _cache_by_name(generation_config.cache_config)
             generation_config.cache_implementation = generation_config.cache_config = None
         if isinstance(cache, packed_type):
             model_kwargs[name] = _beside_cross_attention(self, cache)
@@ -93,14 +94,16 @@ def _asks_for_packed(generation_config: Any) -> bool:
         generation_config.cache_implementation == "quantized"
         and generation_config.use_cache is not False
         and isinstance(options, Mapping)
-        and str(options.get("backend")).lower() == "kvq"
+        and str(options.get("backend")).lower() in BACKENDS
     )
 
 
-def _options(generation_config: Any) -> dict[str, Any]:
-    given = dict(generation_config.cache_config)
-    del given["backend"]
-    return aliases.translate(given)
+def _cache_by_name(options: Mapping[str, Any]) -> Any:
+    given = dict(options)
+    backend = given.pop("backend").lower()
+    # What a backend imports would import this module.
+    kind = getattr(importlib.import_module("torch_kvq"), BACKENDS[backend])
+    return kind(**aliases.translate(given, backend))
 
 
 def _beside_cross_attention(model: Any, cache: Any) -> Any:
