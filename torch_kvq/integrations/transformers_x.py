@@ -45,7 +45,8 @@ class XQuantCache(TransformersCache):
     exactly. Layers that a `KVQCache` leaves to Transformers are left to it here, too, and so is
     every sliding window. It grows; graphs that are compiled break at it.
 
-    A pickled cache has what it stores and nothing of the model: a loaded one is bound like a new one.
+    A pickled cache has what it stores and nothing of the model: one that was loaded is bound like a
+    new one.
 
     Args:
         bits: 2, 3, 4, 8 or 16 (pass-through) for a stored element.
