@@ -181,6 +181,10 @@ class XState:
         new.tails = [tail.to(device, copy=True) for tail in self.tails]
         return new
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies have no room for tokens to come.
+        return self.__dict__ | {"tails": [tail.clone() for tail in self.recent]}
+
     @normal_tensors
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Let a copy that was made under inference mode be written outside of it."""
