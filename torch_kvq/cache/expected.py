@@ -142,15 +142,15 @@ def input_parts(
 
     Example:
         >>> input_parts(XOptions(), [Stream(1024, 4, "token")], batch=1, tokens=2000, itemsize=2)
-        {'pages': 1009664, 'exact': 393216, 'block table': 128}
+        {'pages': 1009664, 'exact': 401408, 'block table': 128}
     """
     columns = options.due(tokens) // TILE_TOKENS
     pages = 0
     for used in range(columns, (batch + 1) * columns, max(columns, 1)):
         pages = grown(pages, used - pages) if used > pages else pages
-    slots = options.residual_length + TILE_TOKENS if columns else tokens
+    exact = options.sink_tokens + options.residual_length + TILE_TOKENS if columns else tokens
     return {
         "pages": pages * sum(stream.record_bytes(itemsize) for stream in streams),
-        "exact": batch * slots * sum(stream.channels for stream in streams) * itemsize,
+        "exact": batch * exact * sum(stream.channels for stream in streams) * itemsize,
         "block table": batch * widened(columns) * 4,
     }

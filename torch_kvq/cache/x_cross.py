@@ -56,7 +56,7 @@ class CrossLayer(XQuantLayer):
         return quantize_x(x, bits, parts.axis)
 
     def decode(self, first: int, last: int) -> list[Tensor]:
-        """Packed tokens ``first`` to ``last``, whole pages of them."""
+        """Packed tokens, whole pages of them, see `XState.records`."""
         records, bits, axis, like = self._sum(first, last)
         return [sum_of_records(records, like.shape[2], bits, axis, like.dtype)]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_kvq._x_ops import quantize_x
 from torch_kvq.cache.x_layer import XQuantLayer
 from torch_kvq.cache.x_source import Records, Staged
-from torch_kvq.cache.x_state import Stream, XState
+from torch_kvq.cache.x_state import Stream
 from torch_kvq.formats import PASS_THROUGH_BITS
 
 _BLOCK_TOKENS = 2048
@@ -49,7 +49,7 @@ class EmbeddedLayer(XQuantLayer):
         """Let the tokens so far be inputs, too."""
         x = self._whole()[0]
         self._by_number = False
-        self.state = XState(x, self.streams(x.shape[2]))
+        self.state = self._empty_state(x, x.shape[2])
         self.state.append([x])
         self.flush()
 
@@ -61,10 +61,11 @@ class EmbeddedLayer(XQuantLayer):
         return 0 if self._by_number else super()._due()
 
     def handed_on(self, first: int, last: int) -> Records:
-        """Input of tokens, from which a layer above takes its differences."""
+        """Input of tokens that other layers pack, from which one above takes its differences."""
         if not self._by_number:
             return super().handed_on(first, last)
-        return self._exactly(self._inputs(slice(first, last)))
+        sinks = self.options.sink_tokens
+        return self._exactly(self._inputs(slice(sinks + first, sinks + last)))
 
     def _parts(self, queries: int) -> Iterator[list[Records]]:
         """Blocks of tokens: of numbers, the inputs would take what is saved elsewhere."""

@@ -113,7 +113,7 @@ class XQuantLayer(PackedLayer):
             self._compare(staged, key, value)
         parts = self._parts_of(staged._replace(x=x))
         if self.state is None:
-            self.state = XState(parts[0], self.streams(x.shape[2]))
+            self.state = self._empty_state(parts[0], x.shape[2])
             self._like = x[:, :0].clone()
         if staged.positions is not None:
             positions = staged.positions.expand(x.shape[0], -1)
@@ -122,6 +122,9 @@ class XQuantLayer(PackedLayer):
         self.state.append(parts)
         self._length = self.state.length
         return self._handles(key, value, is_first)
+
+    def _empty_state(self, like: Tensor, channels: int) -> XState:
+        return XState(like, self.streams(channels), self.options.sink_tokens)
 
     def _take_staged(self, key: Tensor) -> Staged:
         staged, self._staged = self._staged, None
@@ -182,11 +185,11 @@ class XQuantLayer(PackedLayer):
             return
         due = self._due()
         if due:
-            records = self._encode([tail[:, :due] for tail in self.state.recent])
+            records = self._encode(self.state.oldest(due))
             self.state.pack(records, self.options.residual_length + TILE_TOKENS)
 
     def _due(self) -> int:
-        return int(self.options.due(self.state.length - self.state.quantized))
+        return max(int(self.options.due(self.state.length)) - self.state.quantized, 0)
 
     @_eager
     def flush_attended(
@@ -210,7 +213,7 @@ class XQuantLayer(PackedLayer):
         return Records([records], [stream.bits], stream.axis, self.state.tails[0])
 
     def decode(self, first: int, last: int) -> list[Tensor]:
-        """Packed tokens ``first`` to ``last``, whole pages of them, of each stream."""
+        """Packed tokens, whole pages of them, of each stream, see `XState.records`."""
         return [
             dequantize_x(
                 self.state.records(index, first, last),
@@ -228,7 +231,7 @@ class XQuantLayer(PackedLayer):
         if not self.state.quantized:
             return cast(list[Tensor], recent)
         packed = self.decode(0, self.state.quantized)
-        return [torch.cat(pair, 1) for pair in zip(packed, recent, strict=True)]
+        return [torch.cat(part, 1) for part in zip(self.state.sinks, packed, recent, strict=True)]
 
     def _bound(self) -> Source:
         """The attention module.
@@ -259,15 +262,18 @@ class XQuantLayer(PackedLayer):
         Args:
             queries: the last tokens, which are all in the last part.
         """
+        if self.state.packed_end > self.state.quantized:
+            yield self._records(0, self.state.sinks)
         yield self._stored()
 
     def _stored(self) -> list[Records]:
-        """Packed and exact tokens by stream."""
+        """Packed tokens, and exact ones behind them, by stream."""
+        return self._records(self.state.quantized, self.state.recent)
+
+    def _records(self, packed: int, exact: list[Tensor]) -> list[Records]:
         return [
-            Records([self.state.records(index)], [stream.bits], stream.axis, exact)
-            for index, (stream, exact) in enumerate(
-                zip(self.state.streams, self.state.recent, strict=True)
-            )
+            Records([self.state.records(index, 0, packed)], [stream.bits], stream.axis, tokens)
+            for index, (stream, tokens) in enumerate(zip(self.state.streams, exact, strict=True))
         ]
 
     @_eager
@@ -311,17 +317,17 @@ class XQuantLayer(PackedLayer):
             attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
         out = attend(
             query.detach(),
-            self._parts(query.shape[2] if sliding_window is None else self.state.length),
+            self._parts(query.shape[2]),
             self.state.length,
             self._projection(),
             self._kind[2],
             self._cos_sin(),
+            attn_mask,
+            sliding_window,
             last={
                 "is_causal": is_causal,
-                "sliding_window": sliding_window,
                 "sinks": None if sinks is None else sinks.detach(),
             },
-            attn_mask=attn_mask,
             scale=scale,
             softcap=softcap,
             absorb_value=self.options.absorb_value,
@@ -368,8 +374,8 @@ class XQuantLayer(PackedLayer):
 
     def _crop(self, length: int) -> None:
         decoded: list[Tensor] = []
-        if length < self.state.quantized:
-            first = length // TILE_TOKENS * TILE_TOKENS
+        if length < self.state.packed_end:
+            first = self.state.whole_pages(length)
             decoded = self.decode(first, first + TILE_TOKENS)
         self.state.crop(length, decoded)
         if not self.ordinal:

@@ -24,6 +24,8 @@ class XOptions:
         axis: along what a group of 64 elements with one scale runs: the channels of a
             ``"token"``, or the tokens of a ``"channel"``. ``"auto"`` is ``"token"``, also for the
             latents of keys: once channels are rotated it has less error at fewer bytes.
+        sink_tokens: first tokens that stay exact, left padding included; models attend to the very
+            first one so much that its error outweighs those of all others.
         residual_length: recent tokens that stay exact; up to 63 more do.
         first_layers: layers of ``"cl"`` that store their input, at no less than 4 bits; the last
             of them is where the differences begin.
@@ -40,6 +42,7 @@ class XOptions:
     bits: int = 4
     mode: str = "auto"
     axis: str = "auto"
+    sink_tokens: int = 4
     residual_length: int = 128
     first_layers: int = 3
     accumulator_bits: int = 4
@@ -54,6 +57,7 @@ class XOptions:
             _check_choice(name, getattr(self, name), BITS)
         _check_choice("mode", self.mode, MODES)
         _check_choice("axis", self.axis, AXES)
+        check_count("sink_tokens", self.sink_tokens, least=0)
         check_count("residual_length", self.residual_length, least=0)
         check_count("first_layers", self.first_layers, least=1)
 
@@ -86,13 +90,14 @@ class XOptions:
         return False
 
     def due(self, tokens: int) -> int:
-        """How many of so many exact tokens are to be packed.
+        """How many of so many tokens are to be in pages.
 
         Example:
             >>> XOptions(residual_length=128).due(200)
             64
         """
-        return max(tokens - self.residual_length, 0) // TILE_TOKENS * TILE_TOKENS
+        exact = self.sink_tokens + self.residual_length
+        return max(tokens - exact, 0) // TILE_TOKENS * TILE_TOKENS
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

@@ -108,6 +108,8 @@ def attend(
     projection: Projection,
     kv_heads: int,
     cos_sin: CosSin | None,
+    attn_mask: Tensor | None,
+    sliding_window: int | None,
     last: dict[str, Any],
     **options: Any,
 ) -> Tensor:
@@ -120,6 +122,8 @@ def attend(
         projection: the weights.
         kv_heads: heads of keys and values.
         cos_sin: cosines and sines of all tokens.
+        attn_mask: bool or additive, broadcastable to ``[batch, heads, queries, length]``.
+        sliding_window: positions that a query attends to, its own included.
         last: arguments of `torch_kvq.remat_attention` that depend on the place of a query or count
             once: they are for the last part.
         **options: those for all parts.
@@ -132,6 +136,10 @@ def attend(
         end = first + key.tokens
         row = [first, end, end - first - key.exact.shape[1]]
         own = None if cos_sin is None else tokens_of(cos_sin, slice(first, end))
+        mask, window = attn_mask, sliding_window
+        if window is not None and end < length:
+            # The operator takes the last query to be at the end of the part.
+            mask, window = _window_mask(mask, query, length, end, window), None
         attended.append(
             remat_attention(
                 query,
@@ -142,12 +150,29 @@ def attend(
                 **(others[0].as_values() if others else {}),
                 **(last if end == length else {}),
                 **options,
+                attn_mask=mask,
+                sliding_window=window,
                 bits=key.bits,
                 axis=key.axis,
             )
         )
         first = end
     return merge_attention(attended)
+
+
+def _window_mask(
+    attn_mask: Tensor | None, query: Tensor, length: int, end: int, sliding_window: int
+) -> Tensor:
+    """A mask of the first ``end`` tokens in which those that left the window are masked, too."""
+    first = length - query.shape[2] - sliding_window + 1
+    positions = torch.arange(end, device=query.device)
+    reached = positions >= torch.arange(first, first + query.shape[2], device=query.device)[:, None]
+    if attn_mask is None:
+        return reached[None, None]
+    attn_mask = attn_mask[..., :end]
+    if attn_mask.dtype == torch.bool:
+        return attn_mask & reached
+    return attn_mask.masked_fill(~reached, -torch.inf)
 
 
 def tokens_of(cos_sin: CosSin, tokens: slice) -> CosSin:

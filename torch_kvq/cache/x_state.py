@@ -1,4 +1,4 @@
-"""Tensors of a layer that stores its input: pages of packed tokens and an exact tail."""
+"""Tensors of a layer that stores its input: exact first tokens, pages, and an exact tail."""
 
 from __future__ import annotations
 
@@ -49,23 +49,29 @@ class XState:
     Args:
         like: the first tokens: their batch, dtype and device are taken.
         streams: what is stored of a token.
+        sink_tokens: tokens in front of the packed ones.
 
     Attributes:
         streams: as given.
+        sink_tokens: as given.
         table: pages of all rows; a page has the records of all streams, one behind another.
+        sinks: exact tokens in front of the packed ones, ``[batch, tokens, channels]`` for each
+            stream; none while nothing is packed.
         tails: exact tokens behind the packed ones, ``[batch, slots, channels]`` for each stream.
         quantized: tokens in pages, a multiple of 64.
         length: tokens in all.
     """
 
     @normal_tensors
-    def __init__(self, like: Tensor, streams: Sequence[Stream]) -> None:
+    def __init__(self, like: Tensor, streams: Sequence[Stream], sink_tokens: int = 0) -> None:
         self.streams = tuple(streams)
+        self.sink_tokens = sink_tokens
         sizes = [stream.record_bytes(like.element_size()) for stream in streams]
         self._ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
         pool = PagePool(1, sum(sizes), like.device)
         self.table = BlockTable(pool, like.shape[0], device=like.device)
-        self.tails = [like.new_empty((like.shape[0], 0, stream.channels)) for stream in streams]
+        self.sinks = [like.new_empty((like.shape[0], 0, stream.channels)) for stream in streams]
+        self.tails = list(self.sinks)
         self.length = self.quantized = 0
 
     @property
@@ -89,12 +95,28 @@ class XState:
         return self.length == 0
 
     @property
+    def packed_end(self) -> int:
+        """First token behind the packed ones; 0 while there are none."""
+        return self.sinks[0].shape[1] + self.quantized
+
+    @property
     def recent(self) -> list[Tensor]:
-        """The exact tokens of each stream, ``[batch, tokens, channels]``."""
-        return [tail[:, : self.length - self.quantized] for tail in self.tails]
+        """The exact tokens behind the packed ones of each stream, ``[batch, tokens, channels]``."""
+        return [tail[:, : self.length - self.packed_end] for tail in self.tails]
+
+    def oldest(self, tokens: int) -> list[Tensor]:
+        """So many tokens that are to be packed next, of each stream."""
+        first = 0 if self.quantized else self.sink_tokens
+        return [tail[:, first : first + tokens] for tail in self.recent]
 
     def records(self, stream: int, first: int = 0, last: int | None = None) -> Tensor:
-        """Records of the packed tokens ``first`` to ``last``, uint8 ``[batch, pages, bytes]``."""
+        """Records of packed tokens, uint8 ``[batch, pages, bytes]``.
+
+        Args:
+            stream: which one.
+            first: the first of them, counted from the first packed token, a multiple of 64.
+            last: the one behind them, likewise.
+        """
         last = self.quantized if last is None else last
         pages = self.table.tensor[:, first // TILE_TOKENS : last // TILE_TOKENS]
         begin = self._ends[stream - 1] if stream else 0
@@ -105,7 +127,7 @@ class XState:
     @normal_tensors
     def append(self, parts: Sequence[Tensor]) -> None:
         """Append exact tokens, ``[batch, tokens, channels]`` for each stream."""
-        held = self.length - self.quantized
+        held = self.length - self.packed_end
         needed = held + parts[0].shape[1]
         if needed > self.tails[0].shape[1]:
             slots = max(needed, min(2 * held, held + TILE_TOKENS))
@@ -116,7 +138,7 @@ class XState:
 
     @normal_tensors
     def pack(self, records: Sequence[Tensor], slots: int) -> None:
-        """Replace the oldest exact tokens by their records.
+        """Replace the `oldest` exact tokens by their records.
 
         Args:
             records: uint8 ``[batch, pages, bytes]`` for each stream.
@@ -128,9 +150,13 @@ class XState:
         for row in range(self.batch_size):
             self.table.extend(row, first + pages)
             self.table.pool.tiles[self.table.rows[row][first:], 0] = joined[row]
-        kept = [tail[:, pages * TILE_TOKENS :] for tail in self.recent]
+        recent = self.recent
+        if not self.quantized:
+            self.sinks = [tail[:, : self.sink_tokens].clone() for tail in recent]
+            recent = [tail[:, self.sink_tokens :] for tail in recent]
+        kept = [tail[:, pages * TILE_TOKENS :] for tail in recent]
         self.quantized += pages * TILE_TOKENS
-        held = self.length - self.quantized
+        held = self.length - self.packed_end
         for index, tail in enumerate(kept):
             new = empty_buffer((tail.shape[0], max(slots, held), tail.shape[2]), tail)
             new[:, :held].copy_(tail)
@@ -144,19 +170,27 @@ class XState:
             length: positions to keep.
             decoded: the tokens of the page that is cut, for each stream; they become exact ones.
         """
-        if length < self.quantized:
-            self.quantized = length // TILE_TOKENS * TILE_TOKENS
+        if length < self.packed_end:
+            self.quantized = self.whole_pages(length)
             self.table.truncate([self.quantized // TILE_TOKENS] * self.batch_size)
             self.table.pool.shrink()
-            self.length = self.quantized
-            self.append([part[:, : length - self.quantized] for part in decoded])
+            if not self.quantized:
+                decoded = [torch.cat(pair, 1) for pair in zip(self.sinks, decoded, strict=True)]
+                self.sinks = [sinks[:, :0].clone() for sinks in self.sinks]
+            self.length = self.packed_end
+            self.append([part[:, : length - self.length] for part in decoded])
         self.length = length
+
+    def whole_pages(self, length: int) -> int:
+        """Packed tokens that remain in pages when the first ``length`` positions are kept."""
+        return max(length - self.sink_tokens, 0) // TILE_TOKENS * TILE_TOKENS
 
     @normal_tensors
     def select(self, indices: list[int]) -> None:
         """Let row i become what row ``indices[i]`` is."""
         self.table.select(indices, [len(pages) for pages in self.table.rows])
         self.table.pool.shrink()
+        self.sinks = [sinks[indices] for sinks in self.sinks]
         self.tails = [tail[indices] for tail in self.tails]
 
     def check_crop(self, length: int) -> None:
@@ -178,6 +212,7 @@ class XState:
         """Another state with the same tokens on a device."""
         new = copy.copy(self)
         new.table = self.table.to(device)
+        new.sinks = [sinks.to(device) for sinks in self.sinks]
         new.tails = [tail.to(device, copy=True) for tail in self.tails]
         return new
 
@@ -189,18 +224,20 @@ class XState:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Let a copy that was made under inference mode be written outside of it."""
         self.__dict__.update(state)
-        self.tails = [tail.clone() if tail.is_inference() else tail for tail in self.tails]
+        for name in ("sinks", "tails"):
+            own = getattr(self, name)
+            setattr(self, name, [x.clone() if x.is_inference() else x for x in own])
 
     def parts(self) -> dict[str, int]:
         """Bytes by what they are for."""
         return {
             "pages": tensor_bytes(self.table.pool.tiles),
-            "exact": sum(map(tensor_bytes, self.tails)),
+            "exact": sum(map(tensor_bytes, [*self.sinks, *self.tails])),
             "block table": tensor_bytes(self.table.tensor),
         }
 
     def _resize_tails(self, slots: int) -> None:
-        held = self.length - self.quantized
+        held = self.length - self.packed_end
         for index, tail in enumerate(self.tails):
             new = empty_buffer((tail.shape[0], slots, tail.shape[2]), tail)
             new[:, :held].copy_(tail[:, :held])

@@ -55,6 +55,7 @@ class XQuantCache(TransformersCache):
             and kept in the user's cache; ``"auto"`` takes the mode of fewest bytes.
         axis: what a scale is shared by: 64 channels of a ``"token"``, or 64 tokens of a
             ``"channel"``; ``"auto"`` is ``"token"``.
+        sink_tokens: first tokens that stay exact, left padding included.
         residual_length: recent tokens that stay exact; up to 63 more do.
         first_layers: layers of ``"cl"`` that store their input, at no less than 4 bits.
         accumulator_bits: bits of the sum of differences that goes from layer to layer.
@@ -99,6 +100,7 @@ class XQuantCache(TransformersCache):
         *,
         mode: str = "auto",
         axis: str = "auto",
+        sink_tokens: int = 4,
         residual_length: int = 128,
         first_layers: int = 3,
         accumulator_bits: int = 4,
@@ -118,6 +120,7 @@ class XQuantCache(TransformersCache):
             bits,
             mode,
             axis,
+            sink_tokens,
             residual_length,
             first_layers,
             accumulator_bits,
