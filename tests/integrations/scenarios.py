@@ -57,7 +57,7 @@ class Load:
 LONG = Load(tokens=150, new_tokens=90, padding=(90, 5, 0), chunk=40, short=20)
 """Tiles, windows and pages all change more than once."""
 
-BRIEF = Load(tokens=130, new_tokens=12, padding=(70, 5, 0), chunk=40, short=4)
+BRIEF = Load(tokens=132, new_tokens=8, padding=(70, 5, 0), chunk=40, short=3)
 """Where 10 tokens stay exact, a page is packed with the prompt and another while decoding."""
 
 Scenario = Callable[[Any, Any, Load], Tensor]
