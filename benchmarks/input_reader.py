@@ -21,13 +21,17 @@ from .trial import Divergence, Trial
 RESIDUAL = 128
 """Recent tokens that every cache keeps exact, and up to 63 more."""
 
-CUTS = (0,)
+SINKS = RULE["sink_tokens"]
+"""First tokens that all caches but recipes keep exact."""
+
+CUTS = (SINKS,)
 """Tokens, modulo 64, after which a cache of layer inputs packs: after their attention."""
 
-SINKS = RULE["sink_tokens"]
-
 KVQ_CUTS = (SINKS - 1, SINKS)
-"""The same for `KVQCache`, whose first tokens stay exact: it packs ahead of the attention."""
+"""The same for `KVQCache`, which packs ahead of the attention."""
+
+RECIPE_CUTS = (0,)
+"""The same for recipes."""
 
 CROSS = {"first_layers": 3, "accumulator_bits": 4}
 """Options of the mode ``"cl"``."""
@@ -181,7 +185,7 @@ class Reader:
         return self.row(packed_cache(bits), cache, sizes, KVQ_CUTS)
 
     def recipe_row(self, recipe: Recipe) -> dict[str, Any]:
-        """A recipe with as many exact tokens as a cache of layer inputs has.
+        """A recipe with as many recent exact tokens as a cache of layer inputs has.
 
         It is counted without a byte to spare, unlike the caches, whose room is really allocated.
         """
@@ -190,7 +194,7 @@ class Reader:
         packed = self.fp16_bytes * recipe.bits / 16
         rounded = cache.layers[0].rounded_keys / self.past
         sizes = packed, packed * rounded + self.fp16_bytes * (1 - rounded)
-        return self.row(recipe.name, cache, sizes)
+        return self.row(recipe.name, cache, sizes, RECIPE_CUTS)
 
     def exact_row(self) -> dict[str, Any]:
         """The uncompressed cache."""
@@ -213,7 +217,7 @@ class Reader:
 
 
 def _packed(held: int, new: int, prompt: int) -> int:
-    """Tokens that a cache of layer inputs has packed when ``new`` ones come."""
+    """Tokens that a recipe has rounded when ``new`` ones come."""
     return max(held - RESIDUAL, 0) // TILE_TOKENS * TILE_TOKENS
 
 

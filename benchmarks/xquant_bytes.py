@@ -106,7 +106,7 @@ def bytes_row(setting: Setting, cache: Any) -> dict[str, Any]:
         "factor": fp16 / per_token,
         "mebibytes": report.total_bytes / 2**20,
         "window": window / 2**20,
-        "window_tokens": state.tails[0].shape[1],
+        "window_tokens": state.sinks[0].shape[1] + state.tails[0].shape[1],
         "filled_factor": report.fp16_bytes / report.total_bytes,
         "beyond": report.total_bytes / expected - 1,
     }

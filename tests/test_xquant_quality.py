@@ -32,7 +32,7 @@ from tests.models import tiny_model, token_ids
 from torch_kvq import KVQCache, XQuantCache
 
 PAST, NEW = 318, 10
-"""The second token behind the prompt fills a page of layer inputs, the sixth one of `KVQCache`."""
+"""The sixth token behind the prompt fills a page."""
 
 PACKED = 128
 """Tokens of the prompt that are packed."""
@@ -124,7 +124,8 @@ def test_calls_between_packings_predict_as_decoding_does(
 def test_bytes_are_those_of_a_16_bit_model(reader: Reader) -> None:
     row = reader.input_row(16, "x")
     # Layer 0 has token numbers; every page and slot of the others has 128 channels.
-    slots = reader.filled(XQuantCache(16, mode="x", model=deep())).layers[1].state.tails[0].shape[1]
+    state = reader.filled(XQuantCache(16, mode="x", model=deep())).layers[1].state
+    slots = state.sinks[0].shape[1] + state.tails[0].shape[1]
     packed = 3 * PACKED * 128 * 4  # float32, as the model is
     assert 0 <= row["bytes"] * PAST - packed - 3 * slots * 128 * 2 <= 16 * PAST
     half = reader.input_row(4, "x")

@@ -79,7 +79,7 @@ def test_errors_do_not_add_up() -> None:
         hook.remove()
     errors = []
     for index, layer in enumerate(cache.layers[2:], start=2):
-        x, got = inputs[index][:, :128], layer.decode(0, 128)[0]
+        x, got = inputs[index][:, 4:132], layer.decode(0, 128)[0]
         errors.append(float((got - x).norm() / x.norm()))
     assert max(errors) < 0.3 and errors[-1] < 1.5 * errors[0]
 
@@ -139,6 +139,57 @@ def test_rows_are_edited_like_those_of_a_batch(mode: str) -> None:
         )
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
     assert selected.get_seq_length() == 203
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_first_tokens_stay_exact(mode: str) -> None:
+    model = deep()
+    kept, exact = short(2, mode, model=model), short(16, mode, model=model)
+    for cache in (kept, exact):
+        logits(model, cache)
+    for cut in (208, 150, 2):
+        for cache in (kept, exact):
+            cache.crop(cut)
+        for layer, whole in zip(kept.layers, exact.layers, strict=True):
+            assert (layer.state.sinks[0].shape[1] == 4) == (layer.state.quantized > 0)
+            for part, want in zip(layer._whole(), whole._whole(), strict=True):
+                assert part.shape == want.shape
+                if layer is not kept.layers[0]:
+                    # What comes in depends on what was attended to below, which is not exact.
+                    continue
+                assert torch.equal(part[:, :4], want[:, :4])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("sinks", [0, 1, 70])
+def test_any_number_of_first_tokens(mode: str, sinks: int) -> None:
+    model = deep()
+    exact = logits(model, DynamicCache())
+    cache = short(16, mode, model=model, sink_tokens=sinks)
+    torch.testing.assert_close(logits(model, cache), exact, rtol=1e-4, atol=1e-4)
+    assert cache.layers[2].state.packed_end == sinks + (208 - sinks - 10) // 64 * 64
+
+
+@pytest.mark.parametrize("mask", [None, torch.bool, torch.float32])
+@pytest.mark.parametrize("window", [3, 100, 206, 300])
+def test_windows_that_first_tokens_leave(window: int, mask: torch.dtype | None) -> None:
+    """A window is that of the whole row, in whatever parts it is attended to."""
+    model = deep()
+    cache = short(4, "x", model=model)
+    logits(model, cache)
+    query = torch.randn(1, 4, 1, 32)
+    columns = torch.arange(208)
+    within = columns > 207 - window
+    given = None
+    if mask is not None:
+        attended = (columns % 5 > 0) | (columns == 207)
+        within = within & attended
+        given = attended[None, None, None]
+        if mask == torch.float32:
+            given = torch.zeros(given.shape).masked_fill(~given, -torch.inf)
+    for layer in cache.layers:
+        got = layer.attend(query, given, sliding_window=window)
+        torch.testing.assert_close(got, layer.attend(query, within[None, None, None]))
 
 
 @pytest.mark.parametrize("mode", MODES)

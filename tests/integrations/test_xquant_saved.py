@@ -63,7 +63,7 @@ def payload(cache: Any) -> int:
         table = layer.state.table
         pages = {page for row in table.rows for page in row}
         size += table.pool.tiles[sorted(pages)].nbytes
-        size += sum(part.nbytes for part in layer.state.recent)
+        size += sum(part.nbytes for part in (*layer.state.sinks, *layer.state.recent))
     return size
 
 
