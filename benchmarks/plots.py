@@ -138,12 +138,32 @@ def tiers() -> Any:
     return figure
 
 
+def xquant() -> Any:
+    """Milliseconds per token against the context with layer inputs, a panel for each model."""
+    figure, panels = _figure(columns=2, size=(11, 5))
+    for axes, kind in zip(panels, ("mha", "gqa"), strict=True):
+        table = _table("xquant", f"decoding-{kind}")
+        for name, rows in _by_name(table).items():
+            points = [(row["context"], row["median"]) for row in rows]
+            is_plain = name.endswith("absorb_value=False)")
+            axes.plot(*zip(*points, strict=True), "--" if is_plain else "-", marker="o", label=name)
+        axes.set_xscale("log", base=2)
+        contexts = sorted({row["context"] for row in table.rows})
+        axes.set_xticks(contexts, map(str, contexts))
+        axes.set(yscale="log", xlabel="tokens of context", title=table.title)
+        axes.title.set_fontsize(9)
+    panels[0].set_ylabel("milliseconds per token")
+    panels[0].legend(fontsize=7)
+    return figure
+
+
 FIGURES: dict[str, Callable[[], Any]] = {
     "speed": speed,
     "accuracy": accuracy,
     "memory": memory,
     "needle": needle,
     "tiers": tiers,
+    "xquant": xquant,
 }
 
 

@@ -21,7 +21,7 @@ from .environment import ROOT
 RESULTS = Path(__file__).parent / "results"
 DOCUMENTS = (
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("accuracy", "performance", "tiers")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("accuracy", "performance", "tiers", "xquant")),
 )
 IMAGES = ROOT / "docs" / "images"
 _BLOCK = re.compile(r"(<!-- begin (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)

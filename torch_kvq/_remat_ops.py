@@ -94,8 +94,9 @@ def remat_kv(
 
     An input is the sum of its decoded records: one, or an accumulator and a difference. Weights
     act on the input itself, whose rotation is undone while it is decoded: that costs one to four
-    hundredths of a matrix product and spares a rotated copy of the weights. float16 weights are
-    multiplied in float32 on the CPU. There are no gradients.
+    hundredths of a matrix product and spares a rotated copy of the weights. On the CPU, float16
+    weights are multiplied in float32, and so are bfloat16 ones without AVX-512 BF16. There are no
+    gradients.
 
     Args:
         records: one or more of uint8 ``[batch, pages, record_bytes]``, see `quantize_x`; those of

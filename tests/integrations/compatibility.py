@@ -59,7 +59,7 @@ def _with_note(outcome: Outcome) -> str:
 
 
 def _label(note: str) -> str:
-    return "-".join(re.findall(r"\w+", note.lower())[:5])
+    return "-".join(re.findall(r"\w+", note.lower())[:6])
 
 
 def _block(name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import re
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -21,13 +22,33 @@ import torch_kvq
 from tests.integrations import scenarios
 from tests.integrations.scenarios import Load, Scenario, for_model, inputs
 from tests.models import tiny_config, tiny_model
-from torch_kvq import KVQCache
+from torch_kvq import KVQCache, TieredCache, XQuantCache
+from torch_kvq.cache.tiered_layer import TieredLayer
+from torch_kvq.cache.x_layer import XQuantLayer
 
 LOAD = Load(tokens=80, new_tokens=5, padding=(44, 3, 0), chunk=40, short=3)
 _OPTIONS = {"quantized_start": 70, "residual_length": 4, "sink_tokens": 2}
 
 FAILED = "FAILS"
+FIRST = "first"
+"""In the place of an attention implementation: ``"sdpa"``, or ``"eager"`` for a model without."""
 _NOT_OFFERED = "not offered"
+_LOSSLESS: dict[Any, dict[str, Any]] = {
+    KVQCache: {"bits": 16, **_OPTIONS},
+    TieredCache: {
+        "near_ratio": 1.0,
+        "promote": False,
+        "quantized_start": 70,
+        "window": 4,
+        "sink_tokens": 2,
+    },
+    XQuantCache: {"bits": 16, "mode": "x", "residual_length": 4},
+}
+"""Options with which a cache packs the tokens of a run, and loses nothing."""
+
+_ADVICE = "keys and values of this model take"
+"""A warning about the sizes of a model, whatever is done with it."""
+
 _TOLERANCE = {torch.bfloat16: 0.1, torch.float16: 0.02}
 
 
@@ -45,6 +66,7 @@ class Case:
             configuration, or not at all, "unknown".
         by_name: the cache is made by ``generate``: from its arguments, or from the model's own
             generation configuration.
+        cache: the class of the cache.
     """
 
     title: str
@@ -54,6 +76,7 @@ class Case:
     attention: tuple[str, ...] = ("sdpa", "eager")
     config: Literal["bound", "given", "unknown"] = "bound"
     by_name: str = ""
+    cache: Any = KVQCache
 
 
 @dataclass(frozen=True)
@@ -67,6 +90,19 @@ class Outcome:
 
     word: str
     note: str = ""
+
+
+def _main_uses(cache: Any) -> tuple[Case, ...]:
+    """The uses that are run for caches beside `KVQCache`, with one attention implementation."""
+    runs = {
+        "greedy": scenarios.greedy,
+        "left padding": scenarios.padded,
+        "beams": scenarios.beams,
+        "chunks": scenarios.chunked,
+        "second turn": scenarios.two_turns,
+        "prompt lookup": scenarios.prompt_lookup,
+    }
+    return tuple(Case(title, run, attention=(FIRST,), cache=cache) for title, run in runs.items())
 
 
 GROUPS: dict[str, tuple[Case, ...]] = {
@@ -102,27 +138,26 @@ GROUPS: dict[str, tuple[Case, ...]] = {
         Case("by name, from the model", scenarios.greedy, by_name="model"),
         Case("without a configuration", scenarios.logits, config="unknown"),
     ),
+    "tiers": _main_uses(TieredCache),
+    "inputs": _main_uses(XQuantCache),
 }
 
 
 def observe(name: str, attention: str, case: Case) -> Outcome:
     """Run a case with Transformers' own cache and with a packed one."""
-    try:
-        model = tiny_model(name, attention, **case.model)
-    except (ValueError, KeyError):
+    model = _model(name, attention, case)
+    if model is None:
         return Outcome(_NOT_OFFERED)
-    known = {} if case.config == "unknown" else {"config": model.config}
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         # A compiler has nothing to do with the result, and takes minutes.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        logits = stack.enter_context(_last_logits(model))
-        try:
-            expected = case.run(model, for_model(model, DynamicCache(**known)), LOAD)
-        except Exception:
+        wanted = _wanted(model, case.run, case.config != "unknown")
+        if wanted is None:
             return Outcome("not with DynamicCache")
-        (expected_logits,) = logits
+        expected, expected_logits = wanted
+        logits = stack.enter_context(_last_logits(model))
         said = stack.enter_context(_messages())
         try:
             got, cache = _run_packed(model, case)
@@ -131,14 +166,33 @@ def observe(name: str, attention: str, case: Case) -> Outcome:
         (got_logits,) = logits
         if not (_agree(got, expected) and _agree(got_logits, expected_logits)):
             return Outcome(FAILED, "other tokens or logits than with DynamicCache")
-        return _judge(model, cache, said)
+        return _judge(model, cache, [text for text in said if not text.startswith(_ADVICE)])
+
+
+def _model(name: str, attention: str, case: Case) -> Any:
+    """The model, None where it has no such attention implementation."""
+    for implementation in ("sdpa", "eager") if attention == FIRST else (attention,):
+        with contextlib.suppress(ValueError, KeyError):
+            return tiny_model(name, implementation, **case.model)
+    return None
+
+
+@functools.cache
+def _wanted(model: Any, run: Scenario, is_known: bool) -> tuple[Tensor, Tensor] | None:
+    """Result and last logits with Transformers' own cache, None where that cannot do it."""
+    cache = DynamicCache(config=model.config) if is_known else DynamicCache()
+    with _last_logits(model) as logits:
+        try:
+            return run(model, for_model(model, cache), LOAD), logits[0]
+        except Exception:
+            return None
 
 
 def _run_packed(model: Any, case: Case) -> tuple[Tensor, Any]:
     if case.by_name:
         return _run_by_name(model, case)
     known = {"config": model.config} if case.config == "given" else {}
-    cache = KVQCache(16, **_OPTIONS, **known, **case.options)
+    cache = case.cache(**_LOSSLESS[case.cache], **known, **case.options)
     return case.run(model, for_model(model, cache), LOAD), cache
 
 
@@ -194,7 +248,9 @@ def _refused(error: Exception) -> Outcome:
     """An error of the package itself is meant; another one is not."""
     where = traceback.extract_tb(error.__traceback__)[-1].filename
     is_own = Path(where).is_relative_to(Path(torch_kvq.__file__).parent)
-    return Outcome("refused" if is_own else FAILED, f"{type(error).__name__}: {error}")
+    # How far off a check found something differs from run to run.
+    said = re.sub(r"by \d\S* of", "by a part of", str(error))
+    return Outcome("refused" if is_own else FAILED, f"{type(error).__name__}: {said}")
 
 
 def _judge(model: Any, cache: Any, said: list[str]) -> Outcome:
@@ -202,13 +258,27 @@ def _judge(model: Any, cache: Any, said: list[str]) -> Outcome:
     if not layers:
         (message,) = said
         return Outcome("stock layer", message.partition("not: ")[2])
-    if any(layer.state.exact_key.dtype != model.dtype for layer in layers):
+    if any(_dtype(layer) != model.dtype for layer in layers):
         return Outcome(FAILED, "another dtype than the model's")
-    if not any(layer.state.lengths[:, 2].any() for layer in layers):
+    if not any(_packed_tokens(layer) for layer in layers):
         return Outcome(FAILED, "nothing was packed")
     if len(said) > 1:
         return Outcome(FAILED, "several warnings")
     return Outcome("materialised" if cache.materialized else "fused", "".join(said))
+
+
+def _dtype(layer: Any) -> torch.dtype:
+    """What a layer holds exact tokens in, none of which are token numbers."""
+    state = layer.state
+    if isinstance(layer, XQuantLayer):
+        return next(x.dtype for x in (*state.recent, layer._like) if x.is_floating_point())
+    return (state.near_key if isinstance(layer, TieredLayer) else state.exact_key).dtype
+
+
+def _packed_tokens(layer: Any) -> int:
+    if isinstance(layer, XQuantLayer):
+        return layer.state.quantized
+    return int(layer.state.lengths[:, 2].sum())
 
 
 def _agree(got: Tensor, expected: Tensor) -> bool:

@@ -16,7 +16,7 @@ from tests.models import left_padded, token_ids
 _SOURCE_TOKENS = 7
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Load:
     """How much a scenario does.
 
@@ -56,6 +56,9 @@ class Load:
 
 LONG = Load(tokens=150, new_tokens=90, padding=(90, 5, 0), chunk=40, short=20)
 """Tiles, windows and pages all change more than once."""
+
+BRIEF = Load(tokens=132, new_tokens=8, padding=(70, 5, 0), chunk=40, short=3)
+"""Where 10 tokens stay exact, a page is packed with the prompt and another while decoding."""
 
 Scenario = Callable[[Any, Any, Load], Tensor]
 

@@ -15,9 +15,12 @@ pytest.importorskip("transformers")
 
 from transformers import DynamicCache
 
-from tests.integrations.scenarios import LONG, Scenario, beams, chunked, greedy, padded, rows
 from tests.models import tiny_config, tiny_model, token_ids
 from torch_kvq import XQuantCache, cross_layer_similarity
+from torch_kvq.cache import x_cross, x_embedded, x_source
+from torch_kvq.cache.x_cross import CrossLayer
+from torch_kvq.cache.x_embedded import EmbeddedLayer
+from torch_kvq.reference.cross_layer import quantize_difference
 
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values`:FutureWarning")
 
@@ -45,25 +48,13 @@ def logits(model: Any, cache: Any) -> torch.Tensor:
     return torch.cat([model(step, past_key_values=cache).logits for step in STEPS.split(1, 1)], 1)
 
 
+@pytest.mark.parametrize("axis", ["token", "channel"])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
-@pytest.mark.parametrize("scenario", [greedy, padded, beams, chunked, rows])
-def test_nothing_is_lost_at_16_bits(scenario: Scenario, name: str, mode: str) -> None:
-    model = deep(name)
-    expected = scenario(model, DynamicCache(config=model.config), LONG)
-    cache = short(16, mode, model=model, strict=True)
-    assert torch.equal(scenario(model, cache, LONG), expected)
-    assert cache.mode == mode
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_more_bits_are_nearer(mode: str) -> None:
+def test_more_bits_are_nearer(mode: str, axis: str) -> None:
     model = deep()
     exact = logits(model, DynamicCache())
-    errors = [
-        float((logits(model, short(bits, mode, model=model)) - exact).norm() / exact.norm())
-        for bits in (2, 3, 4, 8)
-    ]
+    caches = [short(bits, mode, axis=axis, model=model) for bits in (2, 3, 4, 8)]
+    errors = [float((logits(model, cache) - exact).norm() / exact.norm()) for cache in caches]
     assert errors == sorted(errors, reverse=True)
     # Of "cl", the first layers and the sums stay at 4 bits.
     assert 0 < errors[-1] < (0.1 if mode == "cl" else 0.05)
@@ -91,6 +82,45 @@ def test_errors_do_not_add_up() -> None:
         x, got = inputs[index][:, :128], layer.decode(0, 128)[0]
         errors.append(float((got - x).norm() / x.norm()))
     assert max(errors) < 0.3 and errors[-1] < 1.5 * errors[0]
+
+
+@pytest.mark.parametrize("chunk", [200, 70])
+@pytest.mark.parametrize("bits", [2, 4, 16])
+def test_differences_are_to_what_decoding_sees(
+    bits: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, whenever a page was packed and however many are read at once."""
+    model = deep()
+    cache = short(2, "cl", model=model, first_layers=1, accumulator_bits=bits)
+    used: dict[int, list[torch.Tensor]] = {}
+    encode = CrossLayer._encode
+
+    def noted(layer: CrossLayer, oldest: list[torch.Tensor]) -> list[torch.Tensor]:
+        def difference(x: Any, records: Any, *args: Any) -> torch.Tensor:
+            used.setdefault(layer.ordinal, []).append(records[0].clone())
+            return quantize_difference(x, records, *args)
+
+        monkeypatch.setattr(x_cross, "quantize_difference", difference)
+        return encode(layer, oldest)
+
+    monkeypatch.setattr(CrossLayer, "_encode", noted)
+    read: dict[int, torch.Tensor] = {}
+    attend = x_source.remat_attention
+
+    def read_records(query: Any, records: Any, *args: Any, **options: Any) -> Any:
+        if len(records) == 2:
+            read[len(read) % 3 + 1] = records[0]
+        return attend(query, records, *args, **options)
+
+    monkeypatch.setattr(x_source, "remat_attention", read_records)
+    with torch.no_grad():
+        for ids in (*PROMPT.split(chunk, 1), STEPS, PROMPT[:, :60]):
+            model(ids, past_key_values=cache)
+        read.clear()
+        model(STEPS[:, :1], past_key_values=cache)
+    assert sorted(used) == sorted(read) == [1, 2, 3]
+    for ordinal, parts in used.items():
+        assert len(parts) > 1 and torch.equal(torch.cat(parts, 1), read[ordinal])
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -159,6 +189,35 @@ def test_first_layer_by_token() -> None:
     assert gpt2.layers[0].memory_parts()["pages"] > 0
 
 
+@pytest.mark.parametrize("queries", [1, 40])
+def test_inputs_of_token_numbers_exist_in_blocks(
+    queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which gives what all of them at once give."""
+    model = deep()
+    mask = torch.ones(2, 200 + queries, dtype=torch.int64)
+    mask[0, :70] = 0
+    logits, sizes = [], []
+    inputs = EmbeddedLayer._inputs
+
+    def noted(layer: EmbeddedLayer, *args: Any) -> torch.Tensor:
+        made = inputs(layer, *args)
+        sizes.append(made.shape[1])
+        return made
+
+    monkeypatch.setattr(EmbeddedLayer, "_inputs", noted)
+    for block in (10_000, 64):
+        monkeypatch.setattr(x_embedded, "_BLOCK_TOKENS", block)
+        cache = short(4, "x", model=model)
+        with torch.no_grad():
+            model(PROMPT.repeat(2, 1), attention_mask=mask[:, :200], past_key_values=cache)
+            sizes.clear()
+            ids = PROMPT[:, :queries].repeat(2, 1)
+            logits.append(model(ids, attention_mask=mask, past_key_values=cache).logits)
+    assert sizes == [64, 64, 64, 8 + queries]
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
 def test_mode_of_fewest_bytes(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "torch_kvq")
     shape = {"hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 30}
@@ -208,16 +267,6 @@ def test_bytes_are_those_of_the_tensors(mode: str) -> None:
     accumulator = cache.layers[-1].state.streams[0].record_bytes(4) / 64 if mode == "cl" else 0
     want = cache.bytes_per_token[mode] - shared - accumulator
     assert math.isclose(pages / cache.layers[0].state.quantized, want, rel_tol=1e-6)
-
-
-def test_weights_are_split_once(tmp_path: Path) -> None:
-    model = deep()
-    short(4, "latent", model=model)
-    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
-    assert len(files) == 4
-    other = copy.deepcopy(model)
-    short(4, "latent", model=other)
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")} == files
 
 
 @pytest.mark.parametrize(

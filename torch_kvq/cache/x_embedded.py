@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from torch_kvq.cache.x_layer import XQuantLayer
 from torch_kvq.cache.x_source import Records, Staged
 from torch_kvq.cache.x_state import Stream, XState
 from torch_kvq.formats import PASS_THROUGH_BITS
+
+_BLOCK_TOKENS = 2048
+"""Tokens whose inputs exist at a time."""
 
 
 class EmbeddedLayer(XQuantLayer):
@@ -36,10 +40,9 @@ class EmbeddedLayer(XQuantLayer):
         return [staged.ids.to(torch.int32).unsqueeze(-1)]
 
     def _matches(self, staged: Staged) -> bool:
-        assert self.source is not None
         if staged.ids is None or staged.ids.shape != staged.x.shape[:2]:
             return False
-        made = self.source.embedded(staged.ids)
+        made = self._bound().embedded(staged.ids)
         return made is not None and torch.equal(made, staged.x)
 
     def _store_inputs(self) -> None:
@@ -63,11 +66,15 @@ class EmbeddedLayer(XQuantLayer):
             return super().handed_on(first, last)
         return self._exactly(self._inputs(slice(first, last)))
 
-    def _stored(self) -> list[Records]:
+    def _parts(self, queries: int) -> Iterator[list[Records]]:
+        """Blocks of tokens: of numbers, the inputs would take what is saved elsewhere."""
         if not self._by_number:
-            return super()._stored()
-        x = self._inputs()
-        return [self._exactly(x[:, :0])._replace(exact=x)]
+            yield from super()._parts(queries)
+            return
+        ends = [*range(_BLOCK_TOKENS, self.state.length - queries, _BLOCK_TOKENS)]
+        for first, end in itertools.pairwise([0, *ends, self.state.length]):
+            x = self._inputs(slice(first, end))
+            yield [self._exactly(x[:, :0])._replace(exact=x)]
 
     def _exactly(self, x: Tensor) -> Records:
         records = quantize_x(x, PASS_THROUGH_BITS)
@@ -77,7 +84,11 @@ class EmbeddedLayer(XQuantLayer):
         return [self._inputs()] if self._by_number else super()._whole()
 
     def _inputs(self, tokens: slice = slice(None)) -> Tensor:
-        assert self.source is not None
-        made: Any = self.source.embedded(self.state.recent[0][:, tokens].squeeze(-1))
-        assert made is not None
-        return made.to(self._like.dtype)
+        ids = self.state.recent[0][:, tokens].squeeze(-1)
+        made = self._bound().embedded(ids.to(self._like.device))
+        if made is None:
+            raise ValueError(
+                f"the embedding of {self._name} is gone or is not that of the tokens held: a cache "
+                "belongs to one model"
+            )
+        return made.to(ids.device, self._like.dtype)

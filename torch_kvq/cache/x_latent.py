@@ -23,10 +23,10 @@ class LatentLayer(XQuantLayer):
 
     @property
     def _latent(self) -> Latent:
-        assert self.source is not None
-        if self.source.latent is None:
-            raise ValueError(f"{self.source.name} was not split by its singular values")
-        return self.source.latent
+        source = self._bound()
+        if source.latent is None:
+            raise ValueError(f"{source.name} was not split by its singular values")
+        return source.latent
 
     def _parts_of(self, staged: Staged) -> list[Tensor]:
         return self._latent.of(staged.x)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from torch_kvq._remat_ops import remat_attention
 from torch_kvq._x_ops import dequantize_x, quantize_x
 from torch_kvq.cache.handle import KVQHandle
 from torch_kvq.cache.memory import tensor_bytes
@@ -15,7 +15,16 @@ from torch_kvq.cache.opaque import outside_graphs
 from torch_kvq.cache.packed import PackedLayer
 from torch_kvq.cache.x_options import XOptions
 from torch_kvq.cache.x_shared import CosSin, Shared
-from torch_kvq.cache.x_source import Projection, Records, Rotary, Source, Staged, rebuild
+from torch_kvq.cache.x_source import (
+    Projection,
+    Records,
+    Rotary,
+    Source,
+    Staged,
+    attend,
+    rebuild,
+    tokens_of,
+)
 from torch_kvq.cache.x_state import Stream, XState
 from torch_kvq.formats import TILE_TOKENS
 
@@ -94,7 +103,7 @@ class XQuantLayer(PackedLayer):
             ValueError: no input was staged, or it does not fit.
         """
         staged = self._take_staged(key)
-        x = staged.x.detach()
+        x, _ = self._detached(staged.x, key)
         if self._home is not None:
             self.prefetch()
         self.flush()
@@ -148,11 +157,10 @@ class XQuantLayer(PackedLayer):
 
     def _compare(self, staged: Staged, key: Tensor, value: Tensor) -> None:
         """Compare the last new keys and values with those that the input gives."""
-        assert self.source is not None
         last = slice(-_CHECKED_TOKENS, None)
-        cos_sin = None if staged.cos_sin is None else _last(staged.cos_sin, last)
+        cos_sin = None if staged.cos_sin is None else tokens_of(staged.cos_sin, last)
         x, key, value = staged.x.detach(), key.detach(), value.detach()
-        self.source.settle(x[:, last], key[:, :, last], value[:, :, last], cos_sin)
+        self._bound().settle(x[:, last], key[:, :, last], value[:, :, last], cos_sin)
         self._unchecked -= 1
 
     def _parts_of(self, staged: Staged) -> list[Tensor]:
@@ -222,10 +230,22 @@ class XQuantLayer(PackedLayer):
         packed = self.decode(0, self.state.quantized)
         return [torch.cat(pair, 1) for pair in zip(packed, recent, strict=True)]
 
+    def _bound(self) -> Source:
+        """The attention module.
+
+        Raises:
+            ValueError: there is none yet.
+        """
+        if self.source is None:
+            raise ValueError(
+                "the cache is not bound to a model, which it needs for this: call "
+                "cache.bind(model), as generate() does"
+            )
+        return self.source
+
     def _projection(self) -> Projection:
-        assert self.source is not None
         _, _, kv_heads, key_dim, value_dim, _ = self._kind
-        return self.source.projection(kv_heads, (key_dim, value_dim))
+        return self._bound().projection(kv_heads, (key_dim, value_dim))
 
     def _cos_sin(self) -> CosSin | None:
         rotary, like = self._rotary, self._like
@@ -233,8 +253,16 @@ class XQuantLayer(PackedLayer):
             return None
         return self.shared.cos_sin(rotary, lambda positions: rotary(positions, like))
 
+    def _parts(self, queries: int) -> Iterator[list[Records]]:
+        """All tokens as attention reads them, one part behind another.
+
+        Args:
+            queries: the last tokens, which are all in the last part.
+        """
+        yield self._stored()
+
     def _stored(self) -> list[Records]:
-        """Packed and exact tokens by stream, as attention reads them."""
+        """Packed and exact tokens by stream."""
         return [
             Records([self.state.records(index)], [stream.bits], stream.axis, exact)
             for index, (stream, exact) in enumerate(
@@ -272,31 +300,30 @@ class XQuantLayer(PackedLayer):
 
         Raises:
             ValueError: no tokens, or arguments that do not fit the layer.
+            NotImplementedError: the layer was offloaded since its last update.
         """
-        if self.state is None or self.source is None:
-            raise ValueError("attend() needs tokens and a model, use the cache with generate()")
+        if self.state is None:
+            raise ValueError("attend() needs tokens, use the cache with generate()")
+        self._check_resident()
         if precision != "exact":
             raise ValueError(f"precision must be 'exact', got {precision!r}")
         if attn_mask is not None and attn_mask.dim() < 4:
             attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
-        key, *others = self._stored()
-        row = [0, self.state.length, self.state.length - key.exact.shape[1]]
-        lengths = key.exact.new_tensor([row], dtype=torch.int32)
-        out, _ = remat_attention(
+        out = attend(
             query.detach(),
-            key.records,
-            key.exact,
-            lengths.repeat(len(query), 1),
-            **self._projection().arguments(self._kind[2], self._cos_sin()),
-            **(others[0].as_values() if others else {}),
-            bits=key.bits,
-            axis=key.axis,
+            self._parts(query.shape[2] if sliding_window is None else self.state.length),
+            self.state.length,
+            self._projection(),
+            self._kind[2],
+            self._cos_sin(),
+            last={
+                "is_causal": is_causal,
+                "sliding_window": sliding_window,
+                "sinks": None if sinks is None else sinks.detach(),
+            },
             attn_mask=attn_mask,
             scale=scale,
-            is_causal=is_causal,
-            sliding_window=sliding_window,
             softcap=softcap,
-            sinks=None if sinks is None else sinks.detach(),
             absorb_value=self.options.absorb_value,
         )
         self.flush_attended(query, attn_mask, {})
@@ -308,7 +335,9 @@ class XQuantLayer(PackedLayer):
 
         Raises:
             RuntimeError: the layer is strict.
+            NotImplementedError: the layer was offloaded since its last update.
         """
+        self._check_resident()
         if self.options.strict:
             raise RuntimeError(
                 "strict=True: whole keys and values were asked for, by an attention that does not "
@@ -388,8 +417,3 @@ class XQuantLayer(PackedLayer):
     def __getstate__(self) -> dict[str, Any]:
         # Modules stay with their model; a copy that is loaded is bound anew.
         return self.__dict__ | {"_staged": None}
-
-
-def _last(cos_sin: CosSin, last: slice) -> CosSin:
-    cos, sin = cos_sin
-    return cos[:, last], sin[:, last]

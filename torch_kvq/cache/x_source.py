@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_kvq._remat_ops import remat_kv
+from torch_kvq._remat_ops import remat_attention, remat_kv
 from torch_kvq._x_ops import quantize_x
 from torch_kvq.cache.x_shared import CosSin
 from torch_kvq.formats import PASS_THROUGH_BITS, TILE_TOKENS
 from torch_kvq.reference.latent import to_latent
+from torch_kvq.reference.merge import merge_attention
 
 
 class Projection(NamedTuple):
@@ -59,6 +62,11 @@ class Records(NamedTuple):
     axis: str
     exact: Tensor
 
+    @property
+    def tokens(self) -> int:
+        """Tokens in pages and behind them."""
+        return self.records[0].shape[1] * TILE_TOKENS + self.exact.shape[1]
+
     def as_values(self) -> dict[str, Any]:
         """Arguments of the operators, for values that are made of a stream of their own."""
         return {f"value_{name}": part for name, part in self._asdict().items()}
@@ -91,6 +99,61 @@ def rebuild(
         value_bits=[PASS_THROUGH_BITS] * len(records[1:]),
     )
     return key[:, :, :tokens], value[:, :, :tokens]
+
+
+def attend(
+    query: Tensor,
+    parts: Iterable[list[Records]],
+    length: int,
+    projection: Projection,
+    kv_heads: int,
+    cos_sin: CosSin | None,
+    last: dict[str, Any],
+    **options: Any,
+) -> Tensor:
+    """Attention to tokens, one part behind another.
+
+    Args:
+        query: ``[batch, heads, queries, key_dim]``.
+        parts: the tokens by stream; all queries belong to the last part.
+        length: tokens in all.
+        projection: the weights.
+        kv_heads: heads of keys and values.
+        cos_sin: cosines and sines of all tokens.
+        last: arguments of `torch_kvq.remat_attention` that depend on the place of a query or count
+            once: they are for the last part.
+        **options: those for all parts.
+
+    Returns:
+        ``[batch, heads, queries, value_dim]``.
+    """
+    attended, first = [], 0
+    for key, *others in parts:
+        end = first + key.tokens
+        row = [first, end, end - first - key.exact.shape[1]]
+        own = None if cos_sin is None else tokens_of(cos_sin, slice(first, end))
+        attended.append(
+            remat_attention(
+                query,
+                key.records,
+                key.exact,
+                key.exact.new_tensor([row], dtype=torch.int32).repeat(len(query), 1),
+                **projection.arguments(kv_heads, own),
+                **(others[0].as_values() if others else {}),
+                **(last if end == length else {}),
+                **options,
+                bits=key.bits,
+                axis=key.axis,
+            )
+        )
+        first = end
+    return merge_attention(attended)
+
+
+def tokens_of(cos_sin: CosSin, tokens: slice) -> CosSin:
+    """Cosines and sines of some tokens."""
+    cos, sin = cos_sin
+    return cos[:, tokens], sin[:, tokens]
 
 
 class Latent(NamedTuple):

@@ -96,9 +96,11 @@ class XState:
     def records(self, stream: int, first: int = 0, last: int | None = None) -> Tensor:
         """Records of the packed tokens ``first`` to ``last``, uint8 ``[batch, pages, bytes]``."""
         last = self.quantized if last is None else last
-        pages = self.table.tensor[:, first // TILE_TOKENS : last // TILE_TOKENS].long()
+        pages = self.table.tensor[:, first // TILE_TOKENS : last // TILE_TOKENS]
         begin = self._ends[stream - 1] if stream else 0
-        return self.table.pool.tiles[pages, 0, begin : self._ends[stream]]
+        parts = self.table.pool.tiles[:, 0, begin : self._ends[stream]]
+        # Rows are copied whole here, while an index would copy byte by byte.
+        return parts.index_select(0, pages.flatten()).unflatten(0, pages.shape)
 
     @normal_tensors
     def append(self, parts: Sequence[Tensor]) -> None:
@@ -178,6 +180,10 @@ class XState:
         new.table = self.table.to(device)
         new.tails = [tail.to(device, copy=True) for tail in self.tails]
         return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies have no room for tokens to come.
+        return self.__dict__ | {"tails": [tail.clone() for tail in self.recent]}
 
     @normal_tensors
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,11 +1,8 @@
-"""Attention modules of a model: their projections, and hooks that catch their inputs."""
+"""Attention modules of a model and their projections."""
 
 from __future__ import annotations
 
-import functools
-import inspect
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,11 +10,10 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from torch_kvq.cache.x_shared import CosSin
-from torch_kvq.cache.x_source import Latent, Projection, Staged, rebuild
+from torch_kvq.cache.x_source import Latent, Projection, rebuild
 
 _FUSED = ("qkv_proj", "c_attn", "query_key_value", "Wqkv")
 _NORMS = ("k_norm", "k_layernorm", "key_layernorm")
-_POSITIONS = "_kvq_positions"
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """Relative error of keys and values at which they are not the module's."""
@@ -38,6 +34,7 @@ class AttentionSource:
         self.name = f"{name} ({type(module).__name__})"
         self._module = weakref.ref(module)
         self.latent: Latent | None = None
+        self._split: tuple[Any, ...] = ()
         self._embedding: tuple[Any, Any] | None = None
         self._norm = next((norm for norm in _NORMS if getattr(module, norm, None)), None)
         if self._norm is not None:
@@ -47,6 +44,12 @@ class AttentionSource:
                 raise ValueError(
                     f"{self.name} has a projection of the type {type(projection).__name__}: its "
                     "weights are not known, a cache of layer inputs serves Linear and Conv1D"
+                )
+            weight = projection.weight
+            if type(weight) not in (Tensor, nn.Parameter) or weight.dtype not in _TOLERANCE:
+                raise ValueError(
+                    f"{self.name} has a {type(weight).__name__} of {weight.dtype} as a weight: a "
+                    "cache of layer inputs serves plain float32, float16 and bfloat16; use KVQCache"
                 )
 
     @property
@@ -90,6 +93,22 @@ class AttentionSource:
         )
         assert key_weight is not None and value_weight is not None
         return Projection(key_weight, value_weight, key_bias, value_bias, norm, eps)
+
+    def keep_split(self, latent: Latent) -> None:
+        """Take the weights as they are now, split by their singular values."""
+        self.latent, self._split = latent, self._version()
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the weights are still those that were split."""
+        return self.latent is not None and self._split == self._version()
+
+    def _version(self) -> tuple[Any, ...]:
+        weights = [one.weight for one in _projections(self.module)]
+        return tuple(
+            (x.dtype, x.device, x.data_ptr(), None if x.is_inference() else x._version)
+            for x in weights
+        )
 
     def __deepcopy__(self, memo: Any) -> AttentionSource:
         return self
@@ -195,158 +214,3 @@ def find_attention(model: nn.Module) -> dict[int, tuple[str, nn.Module]]:
         and _projections(module)
         and not getattr(module, "is_cross_attention", False)
     }
-
-
-class Attachment:
-    """Hooks in a model that stage the inputs of its attention modules; removed with the object.
-
-    The caches of a model share one, see `of`.
-
-    Args:
-        model: the model, which is not kept alive.
-        find: the cache of layer inputs that an argument of a module is, or None.
-
-    Attributes:
-        model: a reference to the model.
-        sources: attention modules by layer.
-    """
-
-    _known: weakref.WeakValueDictionary[int, Attachment] = weakref.WeakValueDictionary()
-
-    @classmethod
-    def of(cls, model: nn.Module, find: Callable[[Any], Any]) -> Attachment:
-        """The hooks of a model, made unless another cache has them."""
-        known = cls._known.get(id(model))
-        if known is None or known.model() is not model:
-            cls._known[id(model)] = known = cls(model, find)
-        return known
-
-    def __init__(self, model: nn.Module, find: Callable[[Any], Any]) -> None:
-        self.model = weakref.ref(model)
-        self.sources: dict[int, AttentionSource] = {}
-        handles = []
-        recent: dict[str, Tensor] = {}
-        embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
-        if embedding is not None:
-            hook: Any = functools.partial(_note_ids, recent)
-            handles.append(embedding.register_forward_pre_hook(hook))
-        modules = dict(model.named_modules())
-        for module in modules.values():
-            if type(module).__name__.endswith("RotaryEmbedding"):
-                hook = functools.partial(_note_positions, inspect.signature(module.forward))
-                handles.append(module.register_forward_hook(hook, with_kwargs=True))
-        for index, (name, module) in find_attention(model).items():
-            self.sources[index] = source = AttentionSource(name, module)
-            norm = getattr(modules[name.rpartition(".")[0]], "input_layernorm", None)
-            if index == 0 and embedding is not None and norm is not None:
-                source.follow(embedding, norm)
-            hook = functools.partial(_stage, find, recent)
-            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-        weakref.finalize(self, _remove, handles)
-
-    def __deepcopy__(self, memo: Any) -> Attachment:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
-
-
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
-
-
-def _note_ids(recent: dict[str, Tensor], module: nn.Module, args: tuple[Any, ...]) -> None:
-    if args and isinstance(args[0], Tensor):
-        recent["ids"] = args[0]
-
-
-def _stage(
-    find: Callable[[Any], Any],
-    recent: dict[str, Tensor],
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    given = (*kwargs.values(), *args)
-    cache = next((found for value in given if (found := find(value)) is not None), None)
-    if cache is None:
-        return
-    x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-    cos_sin = kwargs.get("position_embeddings")
-    if cos_sin is None:
-        cos_sin = next((arg for arg in args[1:] if isinstance(arg, tuple) and len(arg) == 2), None)
-    rotary = positions = None
-    if cos_sin is not None:
-        known = getattr(cos_sin[0], _POSITIONS, None)
-        if known is None or known[1].dim() != 2:
-            raise ValueError(
-                f"{type(module).__name__} of layer {module.layer_idx} has a rotary embedding whose "
-                "positions are not known: a cache of layer inputs serves those that a model's "
-                "RotaryEmbedding makes of one position for each token"
-            )
-        rotary, positions = known
-        rotary.check()
-    ids = recent.get("ids") if module.layer_idx == 0 else None
-    cache.stage(module.layer_idx, Staged(x, cos_sin, rotary, positions, ids))
-
-
-def _note_positions(
-    signature: inspect.Signature,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    output: Any,
-) -> None:
-    """Let cosines know of which positions they are, and how to make more of them."""
-    given = signature.bind(*args, **kwargs).arguments
-    positions = given.get("position_ids")
-    if isinstance(output, tuple) and isinstance(positions, Tensor):
-        others = {name: given[name] for name in given if name not in ("x", "position_ids")}
-        rotary = ModuleRotary(module, tuple(sorted(others.items())))
-        setattr(output[0], _POSITIONS, (rotary, positions))
-
-
-class ModuleRotary:
-    """A rotary embedding of a model.
-
-    Args:
-        module: its module, which is not kept alive.
-        others: arguments beside the positions, such as the type of the layer.
-    """
-
-    def __init__(self, module: nn.Module, others: tuple[tuple[str, Any], ...]) -> None:
-        self._module = weakref.ref(module)
-        self._key = (id(module), others)
-        self._others = dict(others)
-
-    def check(self) -> None:
-        """Raise ValueError when the embedding of a position is not the same at all times."""
-        module = self._module()
-        kinds = getattr(module, "rope_type", "default")
-        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
-            if kind in ("dynamic", "longrope"):
-                raise ValueError(
-                    f"{type(module).__name__} is of the type {kind!r}, whose frequencies change "
-                    "with the length: keys of a cache of layer inputs would change with them"
-                )
-
-    def __call__(self, positions: Tensor, like: Tensor) -> CosSin:
-        """Cosines and sines ``[batch, tokens, rotary_dim]``."""
-        module = self._module()
-        if module is None:
-            raise ValueError("the model of the rotary embedding is gone, which the cache needs")
-        cos, sin = module.forward(like, position_ids=positions, **self._others)
-        return cos, sin
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ModuleRotary) and other._key == self._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __deepcopy__(self, memo: Any) -> ModuleRotary:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()

@@ -17,8 +17,8 @@ from torch_kvq.cache.x_options import XOptions
 from torch_kvq.cache.x_shared import Shared
 from torch_kvq.cache.x_source import Staged
 from torch_kvq.integrations.estimate import kv_heads
+from torch_kvq.integrations.input_hooks import Attachment
 from torch_kvq.integrations.latent import split_all
-from torch_kvq.integrations.projections import Attachment
 from torch_kvq.integrations.transformers import install
 from torch_kvq.integrations.transformers_layout import (
     TransformersCache,
@@ -44,6 +44,9 @@ class XQuantCache(TransformersCache):
     stores token numbers in the modes ``"x"`` and ``"cl"`` where embedding and norm give its input
     exactly. Layers that a `KVQCache` leaves to Transformers are left to it here, too, and so is
     every sliding window. It grows; graphs that are compiled break at it.
+
+    A pickled cache has what it stores and nothing of the model: one that was loaded is bound like a
+    new one.
 
     Args:
         bits: 2, 3, 4, 8 or 16 (pass-through) for a stored element.
@@ -137,7 +140,7 @@ class XQuantCache(TransformersCache):
             if not isinstance(layer, XQuantLayer):
                 continue
             if index not in self._attachment.sources:
-                raise ValueError(
+                raise self._attachment.refused.get(index) or ValueError(
                     f"layer {index} of {type(model).__name__} has no attention module with "
                     "projections that are known (k_proj and v_proj, or fused ones); put it into "
                     "skip_layers or use KVQCache"
@@ -151,11 +154,13 @@ class XQuantCache(TransformersCache):
         if latent:
             split_all(*zip(*latent, strict=True))
 
+    def stores_input(self, index: int) -> bool:
+        """Whether a layer is one that stores its input."""
+        return index < len(self.layers) and isinstance(self.layers[index], XQuantLayer)
+
     def stage(self, index: int, staged: Staged) -> None:
-        """Take the input of a layer; the hooks of the model call this."""
-        layer = self.layers[index] if index < len(self.layers) else None
-        if isinstance(layer, XQuantLayer):
-            layer.stage(staged)
+        """Take the input of a layer that stores it; the hooks of the model call this."""
+        self.layers[index].stage(staged)
 
     def _make_layer(self, options: Any, index: int) -> XQuantLayer:
         return XQuantLayer(options, self._shared)

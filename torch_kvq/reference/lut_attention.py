@@ -229,9 +229,9 @@ def weigh_values(score: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Te
 
 def weighted_sum(weights: Tensor, value: Tensor, allowed: Tensor) -> Tensor:
     """Weighted sum of values in which a masked NaN or infinity has no part."""
+    # One pass tells nearly always that there are none: a sum takes over what is not finite.
+    if torch.isfinite(value.sum()):
+        return weights @ value
     broken = ~torch.isfinite(value)
-    out = weights @ value.masked_fill(broken, 0.0)
-    if broken.any():
-        reached = allowed.to(torch.float32) @ broken.to(torch.float32)
-        out = out.masked_fill(reached > 0, torch.nan)
-    return out
+    reached = allowed.to(torch.float32) @ broken.to(torch.float32)
+    return (weights @ value.masked_fill(broken, 0.0)).masked_fill(reached > 0, torch.nan)
