@@ -60,8 +60,8 @@ def run(quick: bool = False) -> Report:
         f"first_layers={xquant_models.FIRST_LAYERS}, for the bytes bfloat16",
         "decoding": f"{rounds} runs of {steps} tokens, one call each, the caches in turn; contexts "
         "were read without attention between their tokens",
-        "operator": f"{repeats} repeats, more of short calls, {xquant_operator.RECENT} tokens exact; the same data "
-        "each time, as it is arithmetic that counts",
+        "operator": f"{repeats} repeats, more of short calls, {xquant_operator.RECENT} tokens "
+        "exact; the same data each time, as it is arithmetic that counts",
         "storing": f"{prompts} prompts for each cache in turn; packing: a page of "
         "all layers that is due",
     }
