@@ -70,6 +70,7 @@ SHAPES = (
     Shape(12, 12, 64, 768, is_rotary=False),
     Shape(16, 16, 128, 2048),
 )
+MOST_CHANNELS = SHAPES[-1].channels
 COUNTED_SHAPES = (*SHAPES[:2], Shape(9, 3, 64, 576), Shape(16, 16, 128, 2048, is_rotary=False))
 
 
@@ -152,7 +153,7 @@ def measure(
 
     Args:
         tokens: cached ones.
-        repeats: of each call.
+        repeats: of each call; more where there are fewer channels.
         shapes: layers.
     """
     columns = [
@@ -174,7 +175,8 @@ def measure(
             layer = Layer(shape, tokens, 1, dtype)
             want = layer.attend(plain)
             calls = [Contestant(way, [partial(layer.attend, way)]) for way in shape.ways]
-            times = interleaved(calls, repeats)
+            # The shorter the calls, the more of them a noisy machine takes to let one pass.
+            times = interleaved(calls, repeats * max(1, MOST_CHANNELS // shape.channels))
             for way, found in times.items():
                 row: dict[str, Any] = {"shape": str(shape), "dtype": name, "name": way}
                 row |= {"median": found.median / 1e3, "iqr": found.iqr / 1e3}

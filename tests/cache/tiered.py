@@ -9,8 +9,10 @@ from torch import Tensor
 
 import torch_kvq
 from torch_kvq import _tier_checks
+from torch_kvq.cache.pages import FREED
 from torch_kvq.cache.tiered_layer import TieredLayer
 from torch_kvq.cache.tiered_state import TieredState
+from torch_kvq.formats import TILE_TOKENS
 
 HEADS, DIM = 2, 32
 SMALL: dict[str, Any] = {"quantized_start": 80, "window": 10, "near_ratio": 0.25}
@@ -44,14 +46,19 @@ def near_tokens(state: TieredState, row: int, head: int) -> list[int]:
 
 
 def check_counted_once(state: TieredState) -> None:
-    """Every token of every head is near or in a tile that is not masked for it, and never both."""
+    """Every token of every head is near or in a tile that is not masked for it, and never both.
+
+    Those of tiles that were given up are neither.
+    """
     for row, (start, length, quantized) in enumerate(state.lengths.tolist()):
         bits = _tier_checks.promoted_bits(state.promoted[row], quantized)
         sinks = state.options.sink_tokens
+        freed = state.table.rows[row].count(FREED) * TILE_TOKENS
+        held = [t for t in range(max(length - start, 0)) if not sinks <= t < sinks + freed]
         for head in range(state.kv_heads):
-            far = (~bits[head]).nonzero().flatten() + sinks
-            tokens = sorted([*near_tokens(state, row, head), *far.tolist()])
-            assert tokens == list(range(max(length - start, 0)))
+            assert not bits[head, :freed].any()
+            far = (~bits[head, freed:]).nonzero().flatten() + sinks + freed
+            assert sorted([*near_tokens(state, row, head), *far.tolist()]) == held
 
 
 def check_denominator(layer: TieredLayer, start: list[int]) -> None:
@@ -60,12 +67,19 @@ def check_denominator(layer: TieredLayer, start: list[int]) -> None:
     assert state is not None
     query = normal(state.batch_size, 2 * HEADS, 1, DIM, seed=9)
     balance = state.balance if state.balance.shape[2] else None
+    window = state.options.sliding_window
     lse = torch_kvq.tiered_attention(
-        query, *state.tensors, balance=balance, far=layer.options.far, sink_tokens=4
+        query,
+        *state.tensors,
+        balance=balance,
+        far=layer.options.far,
+        sink_tokens=4,
+        sliding_window=window,
     )[1]
     key, _ = state.decode(state.length)
     score = query.double() @ key.double().repeat_interleave(2, 1).mT * DIM**-0.5
-    hidden = torch.arange(state.length) < torch.tensor(start).view(-1, 1, 1, 1)
+    first = 0 if window is None else state.length - window
+    hidden = torch.arange(state.length) < torch.tensor(start).clamp(min=first).view(-1, 1, 1, 1)
     expected = score.masked_fill(hidden, -torch.inf).logsumexp(-1)
     # Tiles of 4 bits are scored in integers.
     torch.testing.assert_close(lse.double(), expected, atol=2e-3, rtol=0)

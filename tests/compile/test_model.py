@@ -16,7 +16,7 @@ from transformers import CompileConfig
 
 from tests.compile.decoding import PROMPT, Compiled, decode, model
 from tests.models import left_padded, token_ids
-from torch_kvq import KVQCache, TieredCache
+from torch_kvq import KVQCache
 
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values`:FutureWarning")
 
@@ -188,21 +188,3 @@ def test_recipe_of_int8_weights() -> None:
         exec(recipe, names)
     assert names["cache"].get_seq_length() == PROMPT + 20
     assert names["cache"].materialized == 0
-
-
-@pytest.mark.parametrize(
-    "options", [{"promote": False}, {"promote": "sync"}], ids=["plain", "sync"]
-)
-def test_tiers_are_two_graphs(options: dict[str, Any]) -> None:
-    """A tiered layer grows, so that graphs do not look into it; tokens come back between steps."""
-
-    def make() -> Any:
-        return TieredCache(config=model(layers=2).config, window=10, quantized_start=80, **options)
-
-    wanted = decode(model(layers=2).forward, make(), 200, input_ids=IDS)
-    forward = Compiled(model(layers=2).forward)
-    for _ in range(2):
-        cache = make()
-        assert torch.equal(decode(forward, cache, 200, input_ids=IDS), wanted)
-        assert forward.graphs == 2
-        assert cache.materialized == 0 and cache.layers[1].state.lengths[0, 2] > 128

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch_kvq.cache.options import LayerOptions
-from torch_kvq.cache.room import grown, pages_of, pages_of_prompt, widened
+from torch_kvq.cache.room import grown, pages_behind_window, pages_of, pages_of_prompt, widened
 from torch_kvq.cache.tier_options import TierOptions
 from torch_kvq.cache.x_options import XOptions
 from torch_kvq.cache.x_state import Stream
@@ -91,15 +91,17 @@ def tiered_parts(options: TierOptions, prompt: Prompt) -> dict[str, int]:
     batch, tokens = prompt.batch, prompt.tokens
     heads = batch * prompt.kv_heads
     far = options.quantized(tokens, 0)
-    pages, columns = pages_of_prompt(options, batch, tokens)
-    kept = options.kept_slots(options.chosen(tokens, far)) if far else 0
+    freed = pages_behind_window(options, tokens, far)
+    behind = freed * TILE_TOKENS
+    kept = options.kept_slots(options.chosen(tokens - behind, far - behind)) if far else 0
     recent = tokens - (options.sink_tokens + far if far else 0)
     slots = kept + recent + options.spare_slots(recent, options.next_tile(far) - tokens)
     record = far_record_bytes(options.far, prompt.key_dim, prompt.value_dim)
+    columns = widened(pages_of(far))
     # A slot has its token, its use and whether it came back; a KV head its median use.
     return {
         "near": slots * (prompt.row_bytes + heads * (4 + 4 + 1)) + heads * 4,
-        "far": pages * prompt.kv_heads * record,
+        "far": _pool_pages(batch, pages_of(far) - freed) * prompt.kv_heads * record,
         "balance": heads * prompt.key_dim * 4 if options.far == "tile4" else 0,
         "block table": batch * columns * 4 + heads * columns * 8,
         "lengths": batch * 3 * 4 + heads * 4,
@@ -145,12 +147,19 @@ def input_parts(
         {'pages': 1009664, 'exact': 401408, 'block table': 128}
     """
     columns = options.due(tokens) // TILE_TOKENS
-    pages = 0
-    for used in range(columns, (batch + 1) * columns, max(columns, 1)):
-        pages = grown(pages, used - pages) if used > pages else pages
     exact = options.sink_tokens + options.residual_length + TILE_TOKENS if columns else tokens
     return {
-        "pages": pages * sum(stream.record_bytes(itemsize) for stream in streams),
+        "pages": _pool_pages(batch, columns)
+        * sum(stream.record_bytes(itemsize) for stream in streams),
         "exact": batch * exact * sum(stream.channels for stream in streams) * itemsize,
         "block table": batch * widened(columns) * 4,
     }
+
+
+def _pool_pages(batch: int, pages: int) -> int:
+    """Pages of a pool once every row has taken so many."""
+    held = 0
+    for row in range(batch):
+        missing = (row + 1) * pages - held
+        held = grown(held, missing) if missing > 0 else held
+    return held

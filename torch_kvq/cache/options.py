@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from torch_kvq import formats
 
@@ -23,6 +23,7 @@ class RowOptions:
             read them packed.
         sliding_window: positions that a query attends to, its own included; earlier ones are given
             up. All when None.
+        window_name: what a layer's arguments call ``residual_length``.
 
     Example:
         >>> RowOptions(sink_tokens=4, residual_length=32).window_slots
@@ -35,6 +36,8 @@ class RowOptions:
     max_cache_len: int | None = None
     strict: bool = False
     sliding_window: int | None = None
+
+    window_name: ClassVar[str] = "residual_length"
 
     def __post_init__(self) -> None:
         for name in ("sink_tokens", "residual_length", "quantized_start"):
@@ -53,9 +56,9 @@ class RowOptions:
         check_count("sliding_window", sliding_window, least=1)
         if not self.fits_sliding_window(sliding_window):
             raise ValueError(
-                f"sliding_window must exceed residual_length + {formats.TILE_TOKENS}, the tokens "
-                f"that stay exact, got {sliding_window} with "
-                f"residual_length={self.residual_length}"
+                f"sliding_window must exceed {self.window_name} + {formats.TILE_TOKENS}, the "
+                f"tokens that stay exact, got {sliding_window} with "
+                f"{self.window_name}={self.residual_length}"
             )
 
     @property

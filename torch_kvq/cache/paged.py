@@ -15,7 +15,8 @@ from torch import Tensor
 
 from torch_kvq.cache.options import RowOptions
 from torch_kvq.cache.pages import BlockTable, PagePool
-from torch_kvq.cache.room import pages_of
+from torch_kvq.cache.room import pages_behind_window, pages_of
+from torch_kvq.formats import TILE_TOKENS
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -208,6 +209,18 @@ class PagedState:
         for name in self.own_tensors:
             if (tensor := getattr(self, name)).is_inference():
                 setattr(self, name, tensor.clone())
+
+    @normal_tensors
+    def _free_pages(self) -> None:
+        """Give up pages that have left the sliding window of all queries to come."""
+        if self.options.sliding_window is None:
+            return
+        for row, (start, length, quantized) in enumerate(self.lengths.tolist()):
+            count = pages_behind_window(self.options, length - start, quantized)
+            if count:
+                self.table.free(row, count)
+                first = start + self.options.sink_tokens + count * TILE_TOKENS
+                self.first_position = max(self.first_position, first)
 
     def _note(self, rows: list[list[int]]) -> None:
         self.length = rows[0][1]

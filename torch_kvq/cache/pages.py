@@ -201,13 +201,22 @@ class BlockTable:
             fork._take(row, self.rows[row][:count])
         return fork
 
-    def extend(self, row: int, count: int) -> None:
-        """Let a row have at least ``count`` pages."""
+    def extend(self, row: int, count: int, freed: int = 0) -> None:
+        """Let a row have at least ``count`` pages, of which it has given up the first ``freed``.
+
+        Example:
+            >>> table = BlockTable(PagePool(1, 64), batch=1)
+            >>> table.extend(0, 3, freed=2)
+            >>> table.rows, table.pool.used
+            ([[-1, -1, 0]], 1)
+        """
+        self.free(row, freed)
         pages = self.rows[row]
         held = len(pages)
         if count <= held:
             return
-        pages += self.pool.allocate(count - held)
+        pages += [FREED] * (freed - held)
+        pages += self.pool.allocate(count - len(pages))
         if count > self.tensor.shape[1]:
             self._widen(widened(count))
         self._write(row, held)

@@ -13,7 +13,7 @@ from torch_kvq._memory import empty_buffer
 from torch_kvq.cache.memory import tensor_bytes
 from torch_kvq.cache.options import LayerOptions
 from torch_kvq.cache.paged import PagedState, normal_tensors
-from torch_kvq.cache.room import SLICE, pages_behind_window, pages_of
+from torch_kvq.cache.room import SLICE, pages_of
 from torch_kvq.formats import TILE_TOKENS, TileFormat
 
 quantize_tile_ = torch.ops.kvq.quantize_tile_.default
@@ -173,18 +173,6 @@ class LayerState(PagedState):
                 start + min(self.options.next_tile(quantized), quantized + self.slots + 1)
                 for start, _, quantized in rows
             )
-
-    @normal_tensors
-    def _free_pages(self) -> None:
-        """Give up pages that have left the sliding window of all queries to come."""
-        if self.options.sliding_window is None:
-            return
-        for row, (start, length, quantized) in enumerate(self.lengths.tolist()):
-            count = pages_behind_window(self.options, length - start, quantized)
-            if count:
-                self.table.free(row, count)
-                first = start + self.options.sink_tokens + count * TILE_TOKENS
-                self.first_position = max(self.first_position, first)
 
     def _resize_exact(self, slots: int) -> None:
         self.exact_key = _resized(self.exact_key, slots)

@@ -21,6 +21,7 @@ class TierMap:
 
     Attributes:
         tiers: uint8 ``[kv_heads, tokens]``: 0 far, 1 near, 2 near and come back from the archive.
+            What a sliding window has left counts as far.
     """
 
     tiers: Tensor

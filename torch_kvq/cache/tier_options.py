@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch_kvq import formats
 from torch_kvq.cache.options import RowOptions, check_count
@@ -36,6 +37,8 @@ class TierOptions(RowOptions):
     far: str = "fp8-int4"
     observed_queries: int = 32
 
+    window_name: ClassVar[str] = "window"
+
     def __post_init__(self) -> None:
         check_count("window", self.residual_length, least=0)
         super().__post_init__()
@@ -62,10 +65,6 @@ class TierOptions(RowOptions):
     def kind(self) -> str:
         """The format of the far tier."""
         return self.far
-
-    def fits_sliding_window(self, sliding_window: int) -> bool:
-        """Never: tokens that leave a window are given up, whatever tier they are in."""
-        return False
 
     def chosen(self, tokens: int, far: int) -> int:
         """Far tokens that a KV head of a row with so many tokens has near."""

@@ -40,6 +40,8 @@ class TieredLayer(PackedLayer):
         observed_queries: last queries of a prompt by whose attention its near tokens are chosen.
         strict: raise a RuntimeError where keys or values would have to be decoded for code that
             does not attend to them packed.
+        sliding_window: positions that a query attends to, its own included; more than
+            ``window + 64``. Tiles that have left it are given up, and the near tokens among them.
 
     Attributes:
         materialized: how often keys and values were decoded for such code.
@@ -77,6 +79,7 @@ class TieredLayer(PackedLayer):
         quantized_start: int = 256,
         observed_queries: int = 32,
         strict: bool = False,
+        sliding_window: int | None = None,
     ) -> None:
         self._setup(
             TierOptions(
@@ -87,6 +90,7 @@ class TieredLayer(PackedLayer):
                 quantized_start=quantized_start,
                 observed_queries=observed_queries,
                 strict=strict,
+                sliding_window=sliding_window,
             )
         )
 

@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from torch_kvq.cache.near import Near, promoted_masks
 from torch_kvq.cache.paged import normal_tensors
-from torch_kvq.cache.room import pages_of
+from torch_kvq.cache.pages import FREED
+from torch_kvq.cache.room import pages_behind_window, pages_of
 from torch_kvq.cache.tiered_buffers import TieredBuffers
 from torch_kvq.formats import TILE_TOKENS
 
 _HALVED = 0.6931471805599453
 """What a log weight loses with every tile of a row, so that old use counts half."""
+
+
+class _Place(NamedTuple):
+    """Where a row stands, and what becomes of it.
+
+    Attributes:
+        start: left padding.
+        quantized: far tokens.
+        due: far tokens to be.
+        freed: those that have left the sliding window, the first of them.
+        chosen: how many of the others are near.
+    """
+
+    start: int
+    quantized: int
+    due: int
+    freed: int
+    chosen: int
+
+    @property
+    def grows(self) -> bool:
+        """Whether the row gets a tile."""
+        return self.due > self.quantized
 
 
 class TieredState(TieredBuffers):
@@ -27,7 +53,7 @@ class TieredState(TieredBuffers):
     def append_exact(self, key: Tensor, value: Tensor) -> None:
         """Append with as many more recent tokens exact, so that every query has its window."""
         self._put(key, value)
-        self._demote(self.options.residual_length + key.shape[2])
+        self._demote(self.options.residual_length + key.shape[2], frees=False)
 
     def _put(self, key: Tensor, value: Tensor) -> None:
         """Store tokens behind the recent ones."""
@@ -60,12 +86,14 @@ class TieredState(TieredBuffers):
             use: their greatest log weights in the same shape.
         """
         tokens = key.shape[2]
-        rows, chosen = self._due(tokens)
-        self.kept = max((self.options.kept_slots(k) for k in chosen if k is not None), default=0)
-        self.first = min((self._recent(start, due) for start, _, due in rows), default=0)
+        rows = self._due(tokens)
+        self.kept = max(
+            (self.options.kept_slots(row.chosen) for row in rows if row.grows), default=0
+        )
+        self.first = min((self._recent(row.start, row.due) for row in rows), default=0)
         self.first = min(self.first, tokens)
         recent = tokens - self.first
-        self.limit = self._next_limit(rows)
+        self.limit = self._next_limit([(row.start, row.due) for row in rows])
         slots = self.kept + recent + self._spare(recent, tokens)
         self.near_key, self.near_value, self.near_index, self.near_use, self.returned = (
             self._empty_near(slots, key, value)
@@ -75,23 +103,25 @@ class TieredState(TieredBuffers):
         self.near_value[:, :, ends] = value[:, :, self.first :]
         if use is not None:
             self.near_use[:, :, ends] = use[:, :, self.first :]
-        for row, (start, _, due) in enumerate(rows):
-            if not due:
+        for row, place in enumerate(rows):
+            if not place.due:
                 continue
-            end = start + self.options.sink_tokens + due
-            prompt = self._candidates(row, key, value, use, start, end)
-            self._write_tiles(row, prompt.key, prompt.value, 0, due)
-            rank = None if mass is None else mass[row, :, start:end]
-            self._choose(row, prompt, chosen[row] or 0, due, rank)
+            end = place.start + self.options.sink_tokens + place.due
+            prompt = self._candidates(row, key, value, use, place, end)
+            self._write_tiles(row, prompt.key, prompt.value, place)
+            rank = None if mass is None else mass[row, :, place.start : end]
+            self._choose(row, prompt, place, rank)
         self.near_count.fill_(self.kept + recent)
         self.lengths[:, 1] = tokens
+        self._free_pages()
         self._settle()
 
     def _candidates(
-        self, row: int, key: Tensor, value: Tensor, use: Tensor | None, start: int, end: int
+        self, row: int, key: Tensor, value: Tensor, use: Tensor | None, place: _Place, end: int
     ) -> Near:
+        start = place.start
         index = torch.arange(end - start, dtype=torch.int32, device=key.device)
-        index = index.expand(self.kv_heads, -1)
+        index = index.masked_fill(self._is_freed(index, place.freed), -1).expand(self.kv_heads, -1)
         return Near(
             key[row, :, start:end],
             value[row, :, start:end],
@@ -107,58 +137,80 @@ class TieredState(TieredBuffers):
         self._demote(self.options.residual_length)
 
     @normal_tensors
-    def _demote(self, residual_length: int) -> None:
-        """Let tokens behind a window become far, and keep the most used near."""
-        rows, chosen = self._due(self.length, residual_length)
-        most = max((count for count in chosen if count is not None), default=None)
+    def _demote(self, residual_length: int, frees: bool = True) -> None:
+        """Let tokens behind a window become far, and keep the most used near.
+
+        Args:
+            residual_length: tokens of the window.
+            frees: give up what has left the sliding window.
+        """
+        rows = self._due(self.length, residual_length, frees)
+        most = max((place.chosen for place in rows if place.grows), default=None)
         if most is not None and not self.options.fits(self.kept, most):
             self._fit(0, self.options.kept_slots(most))
-        for row, (start, quantized, due) in enumerate(rows):
-            if chosen[row] is None:
-                continue
+        for row, place in enumerate(rows):
             near = self.near(row)
-            end = self.kept + start + self.options.sink_tokens + due - self.first
-            first = self.kept + self._recent(start, quantized) - self.first
-            fresh = end - (due - quantized)
-            self._write_tiles(row, near.key[:, fresh:end], near.value[:, fresh:end], quantized, due)
+            if place.freed:
+                near.clear(self._is_freed(near.token, place.freed))
+                self._mark(row, place.quantized)
+            if not place.grows:
+                continue
+            end = self.kept + place.start + self.options.sink_tokens + place.due - self.first
+            first = self.kept + self._recent(place.start, place.quantized) - self.first
+            fresh = end - (place.due - place.quantized)
+            self._write_tiles(row, near.key[:, fresh:end], near.value[:, fresh:end], place)
             near.use.sub_(_HALVED)
-            self._choose(row, near.slots(first, end), chosen[row] or 0, due)
+            self._choose(row, near.slots(first, end), place)
+        if frees:
+            self._free_pages()
         self._settle()
 
     def _due(
-        self, length: int, residual_length: int | None = None
-    ) -> tuple[list[tuple[int, int, int]], list[int | None]]:
-        """Start, far tokens and far tokens to be of each row, and how many of these are near.
+        self, length: int, residual_length: int | None = None, frees: bool = True
+    ) -> list[_Place]:
+        """Where the rows stand, and what becomes of them."""
+        rows = []
+        for row, (start, _, quantized) in enumerate(self.lengths.tolist()):
+            tokens = length - start
+            due = max(self.options.quantized(tokens, quantized, residual_length), quantized)
+            freed = self._freed(row)
+            if frees:
+                freed = max(freed, pages_behind_window(self.options, tokens, due) * TILE_TOKENS)
+            chosen = self.options.chosen(tokens - freed, due - freed)
+            rows.append(_Place(start, quantized, due, freed, chosen))
+        return rows
 
-        The latter is None for a row that gets no tile.
+    def _freed(self, row: int) -> int:
+        """Far tokens of a row that it has given up."""
+        return self.table.rows[row].count(FREED) * TILE_TOKENS
+
+    def _is_freed(self, token: Tensor, freed: int) -> Tensor:
+        """Which tokens are among so many far ones that were given up."""
+        sinks = self.options.sink_tokens
+        return (token >= sinks) & (token < sinks + freed)
+
+    def _write_tiles(self, row: int, key: Tensor, value: Tensor, place: _Place) -> None:
+        """Encode those of these tokens, ``[kv_heads, tokens, dim]``, that become far.
+
+        They end with the last of them; what has left a sliding window is left out.
         """
-        rows: list[tuple[int, int, int]] = []
-        chosen: list[int | None] = []
-        for start, _, quantized in self.lengths.tolist():
-            due = self.options.quantized(length - start, quantized, residual_length)
-            rows.append((start, quantized, due))
-            chosen.append(self.options.chosen(length - start, due) if due > quantized else None)
-        return rows, chosen
-
-    def _write_tiles(self, row: int, key: Tensor, value: Tensor, quantized: int, due: int) -> None:
-        """Encode the last ``due - quantized`` of these tokens, ``[kv_heads, tokens, dim]``."""
-        fresh = due - quantized
+        if self.balance.shape[2] and not place.quantized:
+            self.balance[row] = self.far.balance(key[:, -place.due :], self.options)
+        first = max(place.quantized, place.freed)
+        fresh = place.due - first
         key, value = key[:, key.shape[1] - fresh :], value[:, value.shape[1] - fresh :]
-        if self.balance.shape[2] and not quantized:
-            self.balance[row] = self.far.balance(key, self.options)
         records = self.far.encode(key, value, self.balance[row])
-        self.table.extend(row, pages_of(due))
-        self.table.pool.tiles[self.table.rows[row][pages_of(quantized) : pages_of(due)]] = records
+        self.table.extend(row, pages_of(place.due), pages_of(place.freed))
+        pages = self.table.rows[row][pages_of(first) : pages_of(place.due)]
+        self.table.pool.tiles[pages] = records
         self._match_promoted()
 
-    def _choose(
-        self, row: int, new: Near, chosen: int, due: int, rank: Tensor | None = None
-    ) -> None:
-        """Let new tokens into the kept slots of a row that has ``due`` far tokens."""
+    def _choose(self, row: int, new: Near, place: _Place, rank: Tensor | None = None) -> None:
+        """Let new tokens into the kept slots of a row."""
         kept, sinks = self.near(row).slots(0, self.kept), self.options.sink_tokens
-        self.median_use[row] = kept.take(new, chosen, sinks, rank)
-        self.lengths[row, 2] = due
-        self._mark(row, due)
+        self.median_use[row] = kept.take(new, place.chosen, sinks, rank)
+        self.lengths[row, 2] = place.due
+        self._mark(row, place.due)
 
     def _mark(self, row: int, quantized: int) -> None:
         self.promoted[row] = promoted_masks(
@@ -205,7 +257,7 @@ class TieredState(TieredBuffers):
         """Whether a KV head has a token of a row in the far tier alone."""
         place, quantized = token - self.options.sink_tokens, int(self.lengths[row, 2])
         held = self.near_index[row, head, : self.kept]
-        return 0 <= place < quantized and not bool((held == token).any())
+        return self._freed(row) <= place < quantized and not bool((held == token).any())
 
     @normal_tensors
     def crop(self, length: int) -> None:
@@ -283,17 +335,20 @@ class TieredState(TieredBuffers):
         return key, value
 
     def decode_row(self, row: int) -> tuple[Tensor, Tensor]:
-        """Tokens of one row in order, ``[kv_heads, tokens, dim]``, exact where they are near."""
+        """Tokens of one row in order, ``[kv_heads, tokens, dim]``, exact where they are near.
+
+        Those that were given up are zero.
+        """
         start, length, quantized = self.lengths[row].tolist()
         tokens = max(length - start, 0)
         key = self.near_key.new_zeros((self.kv_heads, tokens, self.key_dim))
         value = self.near_value.new_zeros((self.kv_heads, tokens, self.value_dim))
         if quantized:
-            pages = self.table.rows[row][: pages_of(quantized)]
-            sinks = self.options.sink_tokens
+            freed, sinks = self._freed(row), self.options.sink_tokens
+            pages = self.table.rows[row][pages_of(freed) : pages_of(quantized)]
             decoded = self.far.decode(self.table.pool.tiles[pages], self.balance[row])
             for whole, tiles in zip((key, value), decoded, strict=True):
-                whole[:, sinks : sinks + quantized] = tiles[:, :quantized]
+                whole[:, sinks + freed : sinks + quantized] = tiles
         near = self.near(row).slots(0, self.kept + self.length - self.first)
         head, slot = (near.token >= 0).nonzero(as_tuple=True)
         token = near.token[head, slot].long()

@@ -22,9 +22,10 @@ class TieredCache(TieredCore, TransformersCache):
     until they leave the window, then the most used stay. With an archive, far tokens that are
     attended to more than the median of the chosen near ones come back exactly.
 
-    Layers with full attention have tiers. Those with a sliding window, linear or latent attention,
-    and head dims that are not a multiple of 16 from 32 to 512 keep Transformers' own, as in
-    `torch_kvq.KVQCache`. The cache grows; there is none that is allocated at once.
+    Layers with full attention have tiers, and those with a sliding window of more than
+    ``window + 64`` tokens, which give up what has left it. Shorter windows, linear and latent
+    attention, and head dims that are not a multiple of 16 from 32 to 512 keep Transformers' own, as
+    in `torch_kvq.KVQCache`. The cache grows; there is none that is allocated at once.
 
     Forks and copies have an archive of their own, which shares the pages of this one; a cache that
     was pickled has none, and its far tokens stay far.
