@@ -18,7 +18,7 @@ BENCHMARKS: dict[str, str] = {
     "needle": "whether lookups in a long text find the same token",
     "attention": "one attention call over packed tokens against PyTorch's",
     "tiered": "near and far tokens: accuracy, bytes, retrieval and one attention call",
-    "xquant": "layer inputs in the place of keys and values: latency, operations and bytes",
+    "xquant": "layer inputs in the place of keys and values: accuracy, bytes and latency",
     "encode": "storing tokens: appended one by one, and as a prompt",
     "loop": "what a decoding step costs beside its arithmetic, eager and compiled",
     "memory": "what a process grows by against what the cache reports",

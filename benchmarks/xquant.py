@@ -1,4 +1,4 @@
-"""Caches of layer inputs: what they cost in whole models and alone, and the bytes they take.
+"""Caches of layer inputs: what they do to predictions, what they cost, and the bytes they take.
 
 Keys and values are rebuilt at every step, so that the arithmetic of a step grows with the context.
 """
@@ -13,7 +13,15 @@ from collections.abc import Iterator
 
 import torch
 
-from . import environment, xquant_bytes, xquant_latency, xquant_models, xquant_operator
+from . import (
+    environment,
+    xquant_accuracy,
+    xquant_bytes,
+    xquant_latency,
+    xquant_models,
+    xquant_operator,
+)
+from .model import model_and_text
 from .report import Report
 
 CONTEXTS = (512, 1024, 2048, 4096, 8192)
@@ -38,13 +46,16 @@ def files_of_its_own() -> Iterator[None]:
 @files_of_its_own()
 @torch.inference_mode()
 def run(quick: bool = False) -> Report:
-    """Count operations and bytes, then time the operator, decoding and storing."""
+    """Compare predictions, count operations and bytes, then time operator, decoding and storing."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)
     contexts, steps, rounds = (QUICK_CONTEXTS, 2, 1) if quick else (CONTEXTS, 4, 2)
     filled, prompt, prompts = (512, 256, 1) if quick else (4096, 1024, 3)
     shapes, repeats = (xquant_operator.SHAPES[:2], 7) if quick else (xquant_operator.SHAPES, 9)
-    tables, checks = [], []
+    past, new = (516, 64) if quick else (1924, 128)
+    model, ids = model_and_text(past + new)
+    tables = xquant_accuracy.tables(model, ids[:, : past + new], past)
+    checks = xquant_accuracy.checks(tables)
     for table, found in (
         xquant_operator.count(),
         xquant_bytes.measure(filled),
@@ -55,8 +66,10 @@ def run(quick: bool = False) -> Report:
         checks += found
     tables.append(xquant_latency.store(prompt, prompts))
     settings = {
-        "models": "Llamas with random weights, query heads / KV heads / head dim, one row; for "
-        "decoding and storing MLPs of as many channels as the layers' input and "
+        "accuracy": f"SmolLM2-135M-Instruct, float32: {past} tokens of Python's documentation, "
+        f"read exactly, then {new} more; all caches keep the last 128 to 191 tokens exact",
+        "other models": "Llamas with random weights, query heads / KV heads / head dim, one row; "
+        "for decoding and storing MLPs of as many channels as the layers' input and "
         f"first_layers={xquant_models.FIRST_LAYERS}, for the bytes bfloat16",
         "decoding": f"{rounds} runs of {steps} tokens, one call each, the caches in turn; contexts "
         "were read without attention between their tokens",

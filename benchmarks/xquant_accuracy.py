@@ -47,12 +47,6 @@ TARGETS = {
 }
 """Greatest mean divergence by table and cache."""
 
-CLOSER_BITS = (4, 3)
-"""Bits at which the mode ``"cl"`` must be closer than ``"x"`` at equal bytes.
-
-At 2 bits the rounding of the first token, to which most heads attend, decides in short contexts.
-"""
-
 SAME_MODEL = 1e-6
 """The same of the model with a KV head for every query head, with an uncompressed cache."""
 
@@ -213,7 +207,7 @@ def checks(found: Sequence[Table]) -> list[Check]:
         for name, target in targets.items()
     ]
     result.append(Check("expanded: the model", rows["expanded"][EXACT]["mean"], SAME_MODEL))
-    for name in (input_cache(bits, "cl") for bits in CLOSER_BITS):
+    for name in (input_cache(bits, "cl") for bits in CROSS_BITS):
         row = rows["equal"][name]
         ratio = math.nan if row["ratio"] is None else row["ratio"]
         result.append(Check(f"{name}, of mode 'x' at equal bytes", ratio, 1.0))

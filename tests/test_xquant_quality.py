@@ -27,7 +27,14 @@ from benchmarks.input_reader import (
 )
 from benchmarks.model import continuation, filled, model_and_text
 from benchmarks.report import Table
-from benchmarks.xquant_accuracy import TARGETS, against, checks, divergences, equal_bytes
+from benchmarks.xquant_accuracy import (
+    CROSS_BITS,
+    TARGETS,
+    against,
+    checks,
+    divergences,
+    equal_bytes,
+)
 from tests.models import tiny_model, token_ids
 from torch_kvq import KVQCache, XQuantCache
 
@@ -172,7 +179,9 @@ def tables_of(x: float, cross: float, exact: float = 0.0) -> list[Table]:
     for name, limit in TARGETS["expanded"].items():
         rows += made_up(**{name: limit * (x if "'x'" in name else cross)})
     plain = made_up(x2=0.04, x3=0.01)
-    crossed = made_up(**dict.fromkeys((input_cache(bits, "cl") for bits in (4, 3)), 0.02 * cross))
+    crossed = made_up(
+        **dict.fromkeys((input_cache(bits, "cl") for bits in CROSS_BITS), 0.02 * cross)
+    )
     for row in crossed:
         row["bytes"] = 150.0
     return [
@@ -201,7 +210,7 @@ def test_checks_fail_where_a_target_is_missed() -> None:
         f"expanded: {input_cache(4, 'x')}",
     ]
     crossed = [f"expanded: {input_cache(bits, 'cl')}" for bits in (3, 2)]
-    assert failed(tables_of(0.9, 1.1)) == crossed + [closer(bits) for bits in (4, 3)]
+    assert failed(tables_of(0.9, 1.1)) == crossed + [closer(bits) for bits in CROSS_BITS]
     assert failed(tables_of(0.9, 0.9, exact=1e-3)) == ["expanded: the model"]
 
 
@@ -209,7 +218,7 @@ def test_what_cannot_be_compared_fails() -> None:
     found = tables_of(0.9, 0.9)
     found[-1].rows[0]["ratio"] = None
     assert failed(found) == [closer(4)]
-    assert math.isnan(checks(found)[-2].value)
+    assert math.isnan(checks(found)[-3].value)
 
 
 def test_all_tables_of_a_small_model() -> None:
@@ -224,7 +233,7 @@ def test_all_tables_of_a_small_model() -> None:
     kivi = rows["KIVI, 2 bits"]
     assert kivi["packed"] == 3 / 16 * rows[EXACT]["bytes"] == 3 / 16 * 2048
     assert kivi["bytes"] == pytest.approx(2048 * (3 / 16 * PACKED + PAST - PACKED) / PAST)
-    assert len(checks(list(found.values()))) == 7
+    assert len(checks(list(found.values()))) == 8
 
 
 @needs_model
