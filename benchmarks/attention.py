@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -19,7 +18,7 @@ from torch_kvq._memory import empty_buffer
 
 from . import adaptq, environment, timing, yardstick
 from .registry import PLAIN_KERNEL, YARDSTICK, Baseline, available_baselines, sdpa
-from .report import Check, Column, Report, Table
+from .report import Check, Column, Report, Table, worst
 from .timing import Contestant, Timing
 
 BITS = (4, 3, 2)
@@ -173,18 +172,6 @@ def _peer_inputs(centred: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     case = PEER_SHAPE.case()
     key, value = make_tokens(case)
     return make_query(case), key - key.mean(2, keepdim=True) if centred else key, value
-
-
-def worst(checks: list[Check]) -> list[Check]:
-    """The check of each name with the greatest value; one that is no number is the greatest."""
-
-    def size(check: Check) -> float:
-        return math.inf if math.isnan(check.value) else check.value
-
-    by_name: dict[str, Check] = {}
-    for check in checks:
-        by_name[check.name] = max(by_name.get(check.name, check), check, key=size)
-    return list(by_name.values())
 
 
 def variants(with_scalar: bool = True) -> list[tuple[str, str]]:

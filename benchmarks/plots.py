@@ -140,7 +140,7 @@ def tiers() -> Any:
 
 def xquant() -> Any:
     """Milliseconds per token against the context with layer inputs, a panel for each model."""
-    figure, panels = _figure(columns=2, size=(11, 5))
+    figure, panels = _figure(columns=2, size=(13, 6))
     for axes, kind in zip(panels, ("mha", "gqa"), strict=True):
         table = _table("xquant", f"decoding-{kind}")
         for name, rows in _by_name(table).items():
@@ -153,7 +153,8 @@ def xquant() -> Any:
         axes.set(yscale="log", xlabel="tokens of context", title=table.title)
         axes.title.set_fontsize(9)
     panels[0].set_ylabel("milliseconds per token")
-    panels[0].legend(fontsize=7)
+    labels = panels[0].get_legend_handles_labels()
+    figure.legend(*labels, loc="outside lower center", ncols=4, fontsize=8)
     return figure
 
 

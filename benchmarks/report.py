@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -183,6 +184,18 @@ def _print(table: Table) -> None:
         shown.add_row(*cells)
     # What goes to a file must not be cut to the width of a terminal.
     Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(shown)
+
+
+def worst(checks: list[Check]) -> list[Check]:
+    """The check of each name with the greatest value; one that is no number is the greatest."""
+
+    def size(check: Check) -> float:
+        return math.inf if math.isnan(check.value) else check.value
+
+    by_name: dict[str, Check] = {}
+    for check in checks:
+        by_name[check.name] = max(by_name.get(check.name, check), check, key=size)
+    return list(by_name.values())
 
 
 def markdown(table: Table) -> str:

@@ -97,7 +97,7 @@ def decode(key: str, contexts: Sequence[int], steps: int, rounds: int) -> tuple[
             for decoding in decodings.values():
                 decoding.run(model, ids[:, context:])
         rows += decoding_rows(context, decodings)
-        checks += gate(f"{shape}, {context} tokens", decodings)
+        checks += gate(decodings)
     title = f"Decoding, a Llama of {shape} with random weights in float32"
     return Table(f"decoding-{key}", title, COLUMNS, rows, is_speed=True), checks
 
@@ -115,15 +115,15 @@ def contestants(model: Any, ids: Tensor) -> dict[str, Decoding]:
     return found
 
 
-def gate(what: str, decodings: dict[str, Decoding]) -> list[Check]:
+def gate(decodings: dict[str, Decoding]) -> list[Check]:
     """Whether layer inputs were attended to while packed, and both ways gave the same."""
     checks = []
     for mode in MODES:
         absorbed, plain = (decodings[name_of(mode, way)] for way in (True, False))
         error = (absorbed.logits - plain.logits).norm() / plain.logits.norm()
         checks += [
-            Check(f"logits, values absorbed, {mode!r}, {what}", float(error), ABSORBED),
-            Check(f"layers decoded, {mode!r}, {what}", absorbed.cache.materialized, 0),
+            Check(f"logits, values absorbed, {mode!r}", float(error), ABSORBED),
+            Check(f"layers decoded, {mode!r}", absorbed.cache.materialized, 0),
         ]
     return checks
 

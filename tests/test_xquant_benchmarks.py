@@ -69,7 +69,7 @@ def test_all_caches_are_filled_with_the_same() -> None:
         decoding.run(model, random_ids(3))
         assert len(decoding.seconds) == 3 - xquant_latency.WARM_UP
         assert decoding.cache.get_seq_length() == TOKENS
-    assert all(verdicts(xquant_latency.gate("", decodings)))
+    assert all(verdicts(xquant_latency.gate(decodings)))
     exact = decodings[xquant_models.EXACT].logits
     for decoding in decodings.values():
         assert (decoding.logits - exact).norm() / exact.norm() < 0.2
@@ -87,7 +87,7 @@ def test_gate_refuses_other_logits_and_caches_that_were_decoded() -> None:
     wrong, decoded = (decodings[name_of(mode, True)] for mode in ("x", "latent"))
     wrong.logits = 1.01 * wrong.logits
     decoded.cache.layers[1].materialize(TOKENS)
-    assert verdicts(xquant_latency.gate("", decodings)) == [False, *[True] * 4, False]
+    assert verdicts(xquant_latency.gate(decodings)) == [False, *[True] * 4, False]
 
 
 def test_a_run_sets_the_way_of_its_contestant() -> None:
