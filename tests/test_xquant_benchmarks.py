@@ -158,6 +158,6 @@ def test_bytes_are_those_of_the_formula_and_the_window() -> None:
     row = table.rows[0]
     assert row["fp16"] == 3 * 2 * 2 * 128
     assert row["per_token"] == 3 * 2 * 128 * (4 / 8 + 1 / 32) + 4 + 3 * 4 / 64
-    assert row["window"] == 3 * 2 * 192 * 128 * 2 / 2**20
+    assert row["window"] == 3 * 2 * 196 * 128 * 2 / 2**20
     assert abs(row["beyond"]) < 0.01
     assert row["filled_factor"] < row["factor"]
