@@ -336,6 +336,19 @@ def test_options(options: dict[str, Any], words: str) -> None:
         XQuantCache(**options)
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"nbits": 4}, "say bits=4"),
+        ({"q_group_size": 64}, "every 64 elements have a scale"),
+        ({"quantized_start": 9}, r"see help\(XQuantCache\)"),
+    ],
+)
+def test_the_constructor_says_what_to_use(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(TypeError, match=rf"XQuantCache\(\) has no argument .*{words}"):
+        XQuantCache(**given)
+
+
 def test_similarity() -> None:
     model = deep()
     similarity = cross_layer_similarity(model, PROMPT)

@@ -16,18 +16,18 @@ _SAME = {
     "quantized_kv_start": "quantized_start",
 }
 
-_PER_TOKEN = "every token of a tile has its own scale"
-_PER_GROUP = "every 64 elements have a scale, and axis says along what they run"
-_WITHOUT_MEANING = ("axis_key", "axis_value", "q_group_size", "kv_group_size")
-
-_FROM_MODEL = ("compute_dtype", "device")
-
-
 _SAME_IN = {
     "kvq": _SAME,
     "kvq-tiered": {"quantized_kv_start": "quantized_start", "residual_length": "window"},
     "kvq-x": {"nbits": "bits", "kv_bits": "bits"},
 }
+
+_PER_TOKEN = "every token of a tile has its own scale"
+_PER_GROUP = "every 64 elements have a scale, and axis says along what they run"
+_SCALES = {"kvq": _PER_TOKEN, "kvq-tiered": _PER_TOKEN, "kvq-x": _PER_GROUP}
+_WITHOUT_MEANING = ("axis_key", "axis_value", "q_group_size", "kv_group_size")
+
+_FROM_MODEL = ("compute_dtype", "device")
 
 
 def translate(options: Mapping[str, Any], backend: str = "kvq") -> dict[str, Any]:
@@ -58,7 +58,7 @@ def translate(options: Mapping[str, Any], backend: str = "kvq") -> dict[str, Any
         if name in _WITHOUT_MEANING:
             raise ValueError(
                 f"cache_config[{name!r}] has no meaning for backend {backend!r}: "
-                f"{_PER_GROUP if backend == 'kvq-x' else _PER_TOKEN}, got {value!r}"
+                f"{_SCALES[backend]}, got {value!r}"
             )
         if name in _FROM_MODEL:
             _log.info("cache_config[%r]=%s is ignored: it is the model's", name, value)
@@ -74,20 +74,21 @@ def translate(options: Mapping[str, Any], backend: str = "kvq") -> dict[str, Any
     return arguments
 
 
-def refuse(unknown: Mapping[str, Any]) -> None:
-    """Raise TypeError for arguments that `KVQCache` does not have, saying what to use instead."""
+def refuse(unknown: Mapping[str, Any], cache: str = "KVQCache", backend: str = "kvq") -> None:
+    """Raise TypeError for arguments that a cache does not have, saying what to use instead."""
+    same = _SAME_IN[backend]
     for name, value in unknown.items():
-        if name in _SAME:
-            advice = f"say {_SAME[name]}={value!r}"
+        if name in same:
+            advice = f"say {same[name]}={value!r}"
         elif name in _WITHOUT_MEANING:
-            advice = f"it has no meaning here, {_PER_TOKEN}"
+            advice = f"it has no meaning here, {_SCALES[backend]}"
         elif name in _FROM_MODEL:
             advice = "it is the model's"
         elif name == "backend":
             advice = "only cache_config of generate() names a backend"
         else:
-            advice = "see help(KVQCache)"
-        raise TypeError(f"KVQCache() has no argument {name!r}: {advice}, got {name}={value!r}")
+            advice = f"see help({cache})"
+        raise TypeError(f"{cache}() has no argument {name!r}: {advice}, got {name}={value!r}")
 
 
 def _agree(argument: str, one: Any, other: Any) -> bool:

@@ -112,7 +112,7 @@ class XQuantCache(TransformersCache):
         **unknown: NoReturn,
     ) -> None:
         install()
-        aliases.refuse(unknown)
+        aliases.refuse(unknown, "XQuantCache", "kvq-x")
         self._shared = Shared()
         self._attachment: Attachment | None = None
         self.bytes_per_token: dict[str, float] = {}
