@@ -29,6 +29,7 @@ from tests.rows import (
     vocabulary,
 )
 from torch_kvq import KVQLayer, formats
+from torch_kvq.cache import pages
 from torch_kvq.cache.pages import PagePool
 
 SETTINGS = settings(
@@ -253,6 +254,18 @@ class Caches(RuleBasedStateMachine):
             yield
         for pool, pages, records in kept:
             assert torch.equal(pool.tiles[pages], records)
+
+
+class ShrinkingPools(Caches):
+    """Pools give back memory at every chance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = mock.patch.object(pages, "is_sparse", lambda held, used: held > used)
+        self.patch.start()
+
+    def teardown(self) -> None:
+        self.patch.stop()
 
 
 def no_decoding() -> Any:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
-from tests.sequences import SETTINGS, Caches
-from torch_kvq.cache import pages
+from tests.sequences import SETTINGS, Caches, ShrinkingPools
 from torch_kvq.cache.cache import KVQCache
 
 
@@ -18,16 +15,8 @@ class Static(Caches):
     options = {"max_cache_len": 448}
 
 
-class Shrinking(Growing):
-    """Pools give back memory at every chance."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patch = mock.patch.object(pages, "is_sparse", lambda held, used: held > used)
-        self.patch.start()
-
-    def teardown(self) -> None:
-        self.patch.stop()
+class Shrinking(ShrinkingPools, Growing):
+    pass
 
 
 TestGrowing = Growing.TestCase

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 from hypothesis import settings
 
-from tests.sequences import SETTINGS
+from tests.sequences import SETTINGS, ShrinkingPools
 from tests.tiered_sequences import TieredCaches
 from torch_kvq import _extension
-from torch_kvq.cache import pages
 from torch_kvq.cache.tiered_cache import TieredCache
 
 if not _extension.is_compiled:
@@ -32,19 +29,9 @@ class AllNear(TieredCaches):
     options = {**TieredCaches.options, "near_ratio": 1.0}
 
 
-class WithoutArchive(TieredCaches):
-    """And with pools that give back memory at every chance."""
-
+class WithoutArchive(ShrinkingPools, TieredCaches):
     make_cache = TieredCache
     options = {"near_ratio": 0.2, "promote": False}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patch = mock.patch.object(pages, "is_sparse", lambda held, used: held > used)
-        self.patch.start()
-
-    def teardown(self) -> None:
-        self.patch.stop()
 
 
 TestFewNear = FewNear.TestCase

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +22,7 @@ from tests.integrations.scenarios import (
     padded,
     two_turns,
 )
-from tests.models import tiny_model, token_ids
+from tests.models import tiny_model
 from torch_kvq import TieredCache
 
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values`:FutureWarning")
@@ -113,19 +111,3 @@ def test_window_longer_than_the_text(scenario: Scenario) -> None:
 @pytest.mark.parametrize("name", ["qwen3", "mistral-window", "gemma2", "gpt-oss"])
 def test_other_architectures(scenario: Scenario, attention: str, name: str) -> None:
     assert_same_tokens(scenario, tiny_model(name, attention), tiered())
-
-
-@pytest.mark.parametrize("document", ["README.md", "docs/tiers.md"])
-def test_recipe_of_the_documents(document: str) -> None:
-    text = (Path(__file__).parents[2] / document).read_text()
-    recipes = re.findall(r"```python\n(.*?)```", text, re.S)
-    (recipe,) = [part for part in recipes if "import TieredCache" in part]
-    if "plot_tiers" in recipe:
-        pytest.importorskip("matplotlib")
-    ids = token_ids(1, 300)
-    inputs = {"input_ids": ids, "max_new_tokens": 3, "do_sample": False}
-    names: dict[str, Any] = {"model": tiny_model("llama"), "inputs": inputs}
-    exec(recipe, names)
-    assert names["cache"].get_seq_length() == ids.shape[1] + 2
-    assert names["cache"].materialized == 0
-    names["cache"].close()
