@@ -2,6 +2,8 @@
 PYTHON ?= python3
 # Extra arguments of `make demo`, `make test` and `make test-transformers`.
 ARGS ?=
+# Processes that share the tests of `make test`; a file of tests stays with one.
+WORKERS ?= 2
 # Releases of Transformers that `make test-transformers` runs on, the latest patch of each.
 TRANSFORMERS ?= 5.16 5.20 5.24
 
@@ -19,7 +21,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 .PHONY: test-kernels-avx512 test-int8 lint format build clean
 help:
 	@echo "make demo    answer a question about a long text with a packed cache (ARGS=--help)"
-	@echo "make test    all tests and the examples of the documentation (ARGS=-x)"
+	@echo "make test    all tests and the examples of the documentation (ARGS=-x WORKERS=2)"
 	@echo "make test-transformers  caches and integration on older releases of Transformers too"
 	@echo "make test-kernels  the kernels alone, under the address and undefined-behaviour sanitizers"
 	@echo "make test-kernels-threads  the same on several threads under the thread sanitizer"
@@ -34,7 +36,7 @@ demo: build
 	$(BIN)/python -m torch_kvq.demo $(ARGS)
 
 test: build
-	$(BIN)/python -m pytest tests $(ARGS)
+	$(BIN)/python -m pytest tests -n $(WORKERS) --dist loadfile $(ARGS)
 	$(BIN)/python -m pytest --doctest-modules torch_kvq
 
 test-transformers: $(TRANSFORMERS:%=test-transformers-%)
