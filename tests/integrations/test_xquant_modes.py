@@ -145,7 +145,9 @@ def test_rows_are_edited_like_those_of_a_batch(mode: str) -> None:
 def test_first_tokens_stay_exact(mode: str) -> None:
     """Every layer was given the same in both caches: nothing was packed ahead of the prompt."""
     model = deep()
-    kept, exact = short(2, mode, model=model), short(16, mode, model=model)
+    # Sums of differences are rounded even at 16 bits.
+    plain = "x" if mode == "cl" else mode
+    kept, exact = short(2, mode, model=model), short(16, plain, model=model, sink_tokens=0)
     for cache in (kept, exact):
         logits(model, cache)
     for cut in (208, 150, 2):
@@ -173,8 +175,11 @@ def test_any_number_of_first_tokens(mode: str, sinks: int) -> None:
 
 @pytest.mark.parametrize("mask", [None, torch.bool, torch.float32])
 @pytest.mark.parametrize("window", [3, 100, 206, 300])
-def test_windows_that_first_tokens_leave(window: int, mask: torch.dtype | None) -> None:
+def test_windows_that_first_tokens_leave(
+    window: int, mask: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A window is that of the whole row, in whatever parts it is attended to."""
+    monkeypatch.setattr(x_embedded, "_BLOCK_TOKENS", 64)
     model = deep()
     cache = short(4, "x", model=model)
     logits(model, cache)
